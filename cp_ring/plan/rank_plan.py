@@ -4,7 +4,6 @@ the executor holds.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
-from cp_ring.plan.records import Hop, PlanTables, RankPlan, Transfer, Transfers
+from cp_ring.plan.records import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, coalesce
 
@@ -24,7 +23,7 @@ class _HopBuffers:
     """
 
     def __init__(self, layout: Layout, rank: int, table: Transfers):
-        self._first = layout.first
+        self.table, self._first = table, layout.first
         size = table.tokens
         before = starts_of(size)
         begin = np.append(0, before - before[np.searchsorted(table.hop, table.hop)])
@@ -41,62 +40,49 @@ class _HopBuffers:
         first = self._first[owner]
         return first + self._slide[np.searchsorted(self._place, first + start, "right") - 1]
 
-    def messages(
-        self, table: Transfers, peer: str, holder: str
-    ) -> defaultdict[int, list[Transfer]]:
-        """Return the messages of a table by hop, one transfer for each peer and buffer.
-
-        `peer` names the other end of the messages (`sender` or `receiver`), `holder` the end whose
-        buffer is that of the message's hop. The distance of the holder orders the messages of
-        several owners at both ends.
-        """
-        other, slide = getattr(table, peer), self.slide(table.owner, table.start)
-        far = ring_distance(getattr(table, holder), table.owner, len(self.sizes))
-        sort = sort_index(table.hop, other, far, table.start)
-        # `Transfer.buffer` is 0 for the buffer of the message's own hop.
-        buffer = table.buffer * (peer == holder)
-        rows = np.stack([table.hop, other, buffer, table.start + slide, table.end + slide])
-        found = defaultdict[int, list[Transfer]](list)
-        for (hop, *to), group in groupby(rows[:, sort].T.tolist(), key=lambda row: row[:3]):
-            ranges = tuple((start, end) for *_, start, end in group)
-            found[hop].append(Transfer(to[0], ranges, to[1]))
-        return found
-
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """Return the plan of one rank, made from the tables of all ranks."""
     cp, layout = plan.cp, plan.layout
     # keys arrive in one buffer of a hop, and gradients leave the other
-    arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
-    keys, grads = (_HopBuffers(layout, rank, table) for table in (arriving, leaving))
-    sent = plan.transfers_by_sender.where("sender", rank)
-    returned = plan.gradients_by_receiver.where("receiver", rank)
+    keys = _HopBuffers(layout, rank, plan.transfers.where("receiver", rank))
+    grads = _HopBuffers(layout, rank, plan.gradients.where("sender", rank))
+    leaving = plan.transfers_by_sender.where("sender", rank)
+    grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
-    messages = {
-        "receives": keys.messages(arriving, "sender", "receiver"),
-        "sends": keys.messages(sent, "receiver", "receiver"),
-        "grad_sends": grads.messages(leaving, "receiver", "sender"),
-        "grad_receives": grads.messages(returned, "sender", "sender"),
-    }
-    far = [ring_distance(rank, table.owner, cp) for table in (arriving, leaving)]
-    distances = np.flatnonzero(np.bincount(np.concatenate([[0], tile_far, *far])))
+    receives = _Messages(keys.table, rank, "receiver", "receiver", cp, keys)
+    sends = _Messages(leaving, rank, "sender", "receiver", cp, keys)
+    grad_sends = _Messages(grads.table, rank, "sender", "sender", cp, grads)
+    grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", cp, grads)
+    every = (tile_hop, keys.table.hop, leaving.hop, grads.table.hop, grads_arriving.hop)
+    distances = _numbers([0], tile_far, receives.distance, grad_sends.distance)
     hop_of = np.array(plan.schedule)[distances]
-    hops = []
-    for index in range(plan.schedule[-1] + 1):
+
+    def make(index: int) -> Hop:
         own = slice(*np.searchsorted(tile_hop, [index, index + 1]))
-        moves = {name: tuple(of_hop[index]) for name, of_hop in messages.items()}
-        sources = tuple(((rank - distances[hop_of == index]) % cp).tolist())
-        if own.start < own.stop or any(moves.values()):
-            hop = Hop(
-                index, sources, tiles[own], grad_shift[own], int(keys.sizes[index]),
-                int(grads.sizes[index]), **moves,
-            )  # fmt: skip
-            hops.append(hop)
+        return Hop(
+            index=index,
+            sources=tuple(((rank - distances[hop_of == index]) % cp).tolist()),
+            tiles=tiles[own],
+            num_keys=int(keys.sizes[index]),
+            receives=receives.at(index),
+            sends=sends.at(index),
+            num_grads=int(grads.sizes[index]),
+            grad_shift=grad_shift[own],
+            grad_sends=grad_sends.at(index),
+            grad_receives=grad_receives.at(index),
+        )
+
+    hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
     return RankPlan(
-        rank, cp, int(keys.sizes[0]), tuple(hops), layout.rows, identity(plan),
-        len(plan.mask.pieces),
+        rank, cp, int(keys.sizes[0]), hops, layout.rows, identity(plan), pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )  # fmt: skip
+
+
+def _numbers(*lists: Ints | list[int]) -> Ints:
+    """Return the distinct numbers in ascending order; none may be negative."""
+    return np.flatnonzero(np.bincount(np.concatenate(lists)))
 
 
 def _own_tiles(
@@ -127,6 +113,44 @@ def _own_tiles(
     )
     sort = np.argsort(hop, kind="stable")
     return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort], far
+
+
+class _Messages:
+    """The messages of a table, with ranges counted in this rank's buffers.
+
+    `end` names this rank's end of the messages (`sender` or `receiver`), `holder` the end whose
+    buffer is that of the message's hop. `distance` is this rank's distance from the owner of each
+    message. The distance of the holder orders the messages of several owners at both ends.
+    """
+
+    def __init__(
+        self,
+        table: Transfers,
+        rank: int,
+        end: str,
+        holder: str,
+        cp: int,
+        buffers: _HopBuffers,
+    ):
+        peer = table.sender if end == "receiver" else table.receiver
+        buffer = table.hop if end == holder else table.buffer
+        self.distance: Ints = ring_distance(rank, table.owner, cp)
+        slide = buffers.slide(table.owner, table.start)
+        # `Transfer.buffer` is 0 for the buffer of the message's own hop.
+        named = np.where(buffer == table.hop, 0, buffer)
+        of_holder = ring_distance(getattr(table, holder), table.owner, cp)
+        sort = sort_index(table.hop, peer, of_holder, table.start)
+        self._hop = table.hop[sort]
+        self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]
+
+    def at(self, hop: int) -> tuple[Transfer, ...]:
+        """Return the messages of one hop, one transfer for each peer and buffer."""
+        messages = self._messages[:, slice(*np.searchsorted(self._hop, [hop, hop + 1]))].T.tolist()
+        groups = groupby(messages, key=lambda message: message[:2])
+        return tuple(
+            Transfer(peer, tuple((start, end) for _, _, start, end in group), named)
+            for (peer, named), group in groups
+        )
 
 
 _MAX_WORDS = 80

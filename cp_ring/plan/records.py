@@ -7,11 +7,11 @@ records hold numbers and know nothing of the functions that make them, so that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,11 +159,11 @@ class Hop:
     index: int
     sources: tuple[int, ...]
     tiles: Tiles
-    grad_shift: Ints
     num_keys: int
-    num_grads: int
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
+    num_grads: int
+    grad_shift: Ints
     grad_sends: tuple[Transfer, ...]
     grad_receives: tuple[Transfer, ...]
 
@@ -187,6 +187,38 @@ class Hop:
             (each, each.packed(start))
             for each, start in zip(self.grad_receives, starts, strict=False)
         )
+
+
+class Hops(Sequence[Hop]):
+    """A sequence of hops that makes each hop when it is first read: one rank of 1,024 has 1,024
+    hops, and needs one at a time.
+    """
+
+    def __init__(self, make: Callable[[int], Hop], live: list[int]):
+        self._make, self._live = make, live
+        self._made: dict[int, Hop] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @overload
+    def __getitem__(self, place: int) -> Hop: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Hop, ...]: ...
+    def __getitem__(self, place: int | slice) -> Hop | tuple[Hop, ...]:
+        if isinstance(place, slice):
+            return tuple(self[i] for i in range(len(self))[place])
+        index = self._live[place]
+        if index not in self._made:
+            # threads that share a plan must get the same hop
+            self._made.setdefault(index, self._make(index))
+        return self._made[index]
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:
+        return tuple, (tuple(self),)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 @dataclass(frozen=True, eq=False)
