@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from cp_ring.errors import PlanError
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
-from cp_ring.plan.schedule import SLOT_SHARDS, ring_distance
-from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
+from cp_ring.plan.schedule import SLOT_SHARDS
+from cp_ring.plan.shard_tiles import shard_tiles
+from cp_ring.plan.tiles import OPEN, Tiles, split_at_edges
 from cp_ring.plan.time import BLOCK, CONDITIONS, Traffic
 
 if TYPE_CHECKING:
@@ -185,13 +186,9 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
 
 
 def _traffic(mask: Mask, members: Layout, heads: int) -> Traffic:
-    cp, slide = members.cp, members.starts - members.edges[:-1]
-    tiles, *chunks = split_at_edges(mask.pieces, members.edges)
-    rank, source = (members.owner[chunk] for chunk in chunks)
-    tiles = tiles.shifted(*(slide[chunk] for chunk in chunks))
-    tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
-    pairs, shard = _pairs_of_blocks(tiles), -(-mask.n // cp)
-    return Traffic.of(tiles, pairs, *np.divmod(group, cp), cp, shard, heads, CONDITIONS)
+    tiles, rank, far = shard_tiles(mask.pieces, members)
+    pairs, shard = _pairs_of_blocks(tiles), -(-mask.n // members.cp)
+    return Traffic.of(tiles, pairs, rank, far, members.cp, shard, heads, CONDITIONS)
 
 
 def _pairs_of_blocks(tiles: Tiles) -> Ints:

@@ -8,7 +8,6 @@ order are reversed. Native bands and varlen calls are faster, but not required.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -184,34 +183,23 @@ def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
         last = same
     calls: dict[tuple[int, ...], list[_Call]] = {}
     for sequence in sequences:
-        (q0, q1), spans = queries[sequence[0]], [keys[index] for index in sequence]
-        of_kind = calls.setdefault(kinds[sequence[0]], [])
-        call = next((call for call in of_kind if call.has_place(q0, spans)), None)
+        (q0, q1), of_kind = queries[sequence[0]], calls.setdefault(kinds[sequence[0]], [])
+        spans = (keys[index] for index in sequence)
+        bits = sum((1 << end) - (1 << start) for start, end in spans)
+        call = next((call for call in of_kind if q0 >= call.end and not bits & call.keys), None)
         if call is None:
             of_kind.append(call := _Call())
-        call.add(sequence, q1, spans)
+        call.sequences.append(sequence)
+        call.end, call.keys = q1, call.keys | bits
     return [call.sequences for of_kind in calls.values() for call in of_kind]
 
 
 @dataclass
 class _Call:
-    """A call that is being filled: its sequences, the end of their queries, and their keys."""
+    """A call that is being filled: its sequences, the end of their queries, and a bit for each of
+    their keys.
+    """
 
     sequences: list[list[int]] = field(default_factory=list)
     end: int = 0
-    keys: list[tuple[int, int]] = field(default_factory=list)
-
-    def has_place(self, q0: int, keys: list[tuple[int, int]]) -> bool:
-        """Return True if the call has no query from `q0` on and no key of these ranges yet."""
-        return q0 >= self.end and all(self._is_free(*span) for span in keys)
-
-    def _is_free(self, start: int, end: int) -> bool:
-        place = bisect_left(self.keys, (start, end))
-        before, behind = self.keys[max(place - 1, 0) : place], self.keys[place : place + 1]
-        return all(e <= start for _, e in before) and all(end <= s for s, _ in behind)
-
-    def add(self, sequence: list[int], q1: int, keys: list[tuple[int, int]]) -> None:
-        self.sequences.append(sequence)
-        self.end = q1
-        for span in keys:
-            insort(self.keys, span)
+    keys: int = 0

@@ -113,7 +113,7 @@ class Mask(MaskTable):
             )
         pieces = []
         for (q0, q1), (k0, k1), kind in zip(queries.tolist(), keys.tolist(), kinds, strict=True):
-            first, last = _SLICES[_slice_type(kind)]
+            first, last = _sides_of(kind)
             pieces.append((q0, q1, k0, k1, k0 - q0 if first else -OPEN, k1 - q1 if last else OPEN))
         n = int(max(queries.max(initial=0), keys.max(initial=0))) if n is None else n
         return cls.from_pieces(n, pieces, "ranges")
@@ -319,7 +319,7 @@ class Mask(MaskTable):
         `cu_seqlens` are packed documents, by default one of `n` tokens. Raises `PlanError` for
         spans that overlap, are empty, or are not inside one document.
         """
-        starts, ends, n = _documents_or_one(cu_seqlens, n)
+        _, ends, n = _documents_or_one(cu_seqlens, n)
         first, last = ordered_spans(spans, n)
         document = np.searchsorted(ends, first, side="right")
         check_all(
@@ -329,14 +329,9 @@ class Mask(MaskTable):
                 "one another"
             ),
         )
-        # A query of a span sees its document up to the end of the span, one of text up to itself.
-        edges = np.unique(np.concatenate([starts, ends, first, last]))
-        q0, q1 = edges[:-1], edges[1:]
-        document = np.searchsorted(ends, q0, side="right")
-        begin, visual = np.append(starts, 0)[document], np.isin(q0, first)
-        pieces = Tiles.columns(q0, q1, begin, q1, hi=np.where(visual, OPEN, 0))
-        pieces = pieces[document < len(ends)].trimmed()
-        return cls(n, pieces, "images", segments_of(starts, ends, n))
+        both_ways = cls(n, Tiles.columns(first, last, first, last))
+        mask = cls.union(cls.documents([0, *ends], n=n), both_ways)
+        return replace(mask, name="images")
 
     @classmethod
     def with_global(
@@ -360,17 +355,17 @@ class Mask(MaskTable):
         first, last = ordered_spans(spans, n)
         left, right = band_of(window)
         right = min(right, 0) if causal else right
-        pieces = [
-            (s, e, 0, n, -OPEN, 0 if causal else OPEN) for s, e in zip(first, last, strict=True)
-        ]
-        between = np.stack([np.append(0, last), np.append(first, n)], axis=1)
-        for q0, q1 in between[between[:, 0] < between[:, 1]]:
-            pieces.append((q0, q1, 0, n, left, right))
-            for s, e in zip(first, last, strict=True):
-                before = [(q0, q1, s, e, -OPEN, left - 1)] if left != -OPEN else []
-                after = [(q0, q1, s, e, right + 1, OPEN)] if not causal and right != OPEN else []
-                pieces += before + after
-        return cls(n, in_order(Tiles.of(pieces).trimmed()), "global")
+        latest = 0 if causal else OPEN
+        q0, q1 = np.append(0, last), np.append(first, n)  # the queries between the spans
+        gap, span = np.indices((len(q0), len(first))).reshape(2, -1)
+        columns = q0[gap], q1[gap], first[span], last[span]
+        pieces = Tiles.concatenate(
+            Tiles.columns(first, last, 0, n, hi=latest),
+            Tiles.columns(q0, q1, 0, n, left, right),
+            Tiles.columns(*columns, hi=left - 1),
+            Tiles.columns(*columns, right + 1, latest),
+        )
+        return cls(n, in_order(pieces.trimmed()), "global")
 
     @classmethod
     def block_causal(
@@ -438,16 +433,14 @@ def _types_of_slices(types: Any, slices: int) -> list[object]:
     return list(types) if several else [types] * slices
 
 
-def _slice_type(kind: object) -> str:
-    """Return the name of a slice's type, given its name, its number or a member of an enum."""
+def _sides_of(kind: object) -> tuple[bool, bool]:
+    """Return what a type of slice hides, given its name, its number or a member of an enum."""
     kind = getattr(kind, "value", kind)
-    names = list(_SLICES)
-    if isinstance(kind, int | np.integer) and 0 <= kind < len(names):
-        return names[kind]
-    if kind not in names:
-        numbered = ", ".join(f"{name} ({number})" for number, name in enumerate(names))
-        raise PlanError(f"type {kind!r} of a slice is not known: known are {numbered}")
-    return str(kind)
+    for number, (name, sides) in enumerate(_SLICES.items()):
+        if kind == name or (isinstance(kind, int | np.integer) and kind == number):
+            return sides
+    numbered = ", ".join(f"{name} ({number})" for number, name in enumerate(_SLICES))
+    raise PlanError(f"type {kind!r} of a slice is not known: known are {numbered}")
 
 
 def _descendants(parent: Ints, start: Ints, end: Ints) -> Ints:

@@ -5,6 +5,7 @@ together.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -69,27 +70,25 @@ class Moves:
 
     def sends(self, rank: int) -> dict[int, Ranges]:
         """Return the ranges of the tensor of `rank` that go to each rank, itself among them."""
-        if ("sends", rank) not in self._read:
-            mine = self.sender == rank
-            self._read["sends", rank] = self._by_peer(mine, self.receiver, self.source)
-        return self._read["sends", rank]
+        return self._by_peer("sends", rank, self.sender, self.receiver, self.source)
 
     def receives(self, rank: int) -> dict[int, Ranges]:
         """Return the ranges of the new tensor of `rank` that come from each rank, in the order of
         that rank's `sends`.
         """
-        if ("receives", rank) not in self._read:
-            mine = (self.receiver == rank) | (self.receiver == EVERY)
-            self._read["receives", rank] = self._by_peer(mine, self.sender, self.target)
-        return self._read["receives", rank]
+        return self._by_peer("receives", rank, self.receiver, self.sender, self.target)
 
-    def _by_peer(self, mine: np.ndarray, peer: Ints, start: Ints) -> dict[int, Ranges]:
-        ranges: dict[int, list[tuple[int, int]]] = {}
-        rows = np.stack([peer[mine], start[mine], (start + self.tokens)[mine]]).T.tolist()
-        for other, first, last in rows:
-            for to in range(self.ranks) if other == EVERY else (other,):
-                ranges.setdefault(to, []).append((first, last))
-        return {other: tuple(its) for other, its in ranges.items()}
+    def _by_peer(
+        self, name: str, rank: int, own: Ints, peer: Ints, start: Ints
+    ) -> dict[int, Ranges]:
+        if (name, rank) not in self._read:
+            ranges = defaultdict[int, list[tuple[int, int]]](list)
+            mine = (own == rank) | (own == EVERY)
+            for other, *ends in np.stack([peer, start, start + self.tokens])[:, mine].T.tolist():
+                for to in range(self.ranks) if other == EVERY else (other,):
+                    ranges[to].append(tuple(ends))
+            self._read[name, rank] = {other: tuple(its) for other, its in ranges.items()}
+        return self._read[name, rank]
 
     @cached_property
     def most_ranges(self) -> int:

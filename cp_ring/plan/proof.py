@@ -74,12 +74,8 @@ def verify(plan: PlanTables, num_slots: int = 2, axis: Axis | None = None) -> in
     _check_columns(plan, axis)
     _check_hops(plan)
     _check_pieces(plan)
-    if plan.part is None:
-        _check_cover(plan, axis)
-    else:
-        _check_cover_of(plan, axis, plan.part)
-    _check_keys(plan, axis)
-    _check_gradients(plan, axis)
+    _check_cover(plan, axis)
+    _check_moved(plan, axis)
     return _check_slots(plan, num_slots)
 
 
@@ -104,11 +100,9 @@ class Axis:
             )
         # a shard holds its chunks in ascending order
         chunk = np.argsort(owner, kind="stable")
-        start = np.cumsum(size[chunk]) - size[chunk]
-        self.token = np.repeat(edges[chunk] - start, size[chunk]) + np.arange(self.n)
-        held = np.bincount(owner, size, layout.cp).astype(np.int64)
-        self.first = np.append(0, np.cumsum(held))
-        self.size = held
+        self.token = _spread(edges[chunk], edges[chunk + 1])[1]
+        self.size = np.bincount(owner, size, layout.cp).astype(np.int64)
+        self.first = np.append(0, np.cumsum(self.size))
 
     def rank(self, place: int) -> int:
         return int(np.searchsorted(self.first, place, "right")) - 1
@@ -124,8 +118,8 @@ class Axis:
 
     def places(self, rows: Transfers) -> Ints:
         """Return the places of the tokens of messages, one message after another."""
-        which, number = _spread(rows.end - rows.start)
-        return (self.first[rows.owner] + rows.start)[which] + number
+        first = self.first[rows.owner]
+        return _spread(first + rows.start, first + rows.end)[1]
 
     @cached_property
     def number(self) -> Numbers:
@@ -150,10 +144,11 @@ def _first(wrong: NDArray[np.bool_]) -> list[int]:
     return np.flatnonzero(wrong)[:1].tolist()
 
 
-def _spread(count: Ints) -> tuple[Ints, Ints]:
-    """Return pairs (i, number): for each i the numbers 0 to count[i] - 1."""
+def _spread(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return pairs (i, number): for each i the numbers from start[i] up to end[i]."""
+    count = end - start
     which = np.repeat(np.arange(len(count)), count)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+    return which, np.arange(len(which)) + (end - np.cumsum(count))[which]
 
 
 def _random(count: int, seed: int) -> Numbers:
@@ -217,7 +212,10 @@ def _check_columns(plan: PlanTables, axis: Axis) -> None:
         raise PlanError(f"{_tile(plan, i)}: its ranks or tokens are not there, or see nothing")
     for i in _first((q1 > axis.size[plan.tile_rank]) | (k1 > axis.size[plan.tile_source])):
         raise PlanError(f"{_tile(plan, i)}: tokens outside the shards")
-    for rows in (plan.transfers, plan.gradients):
+    for name, rows, holder in (
+        ("transfers", plan.transfers, plan.transfers.receiver),
+        ("gradients", plan.gradients, plan.gradients.sender),
+    ):
         good = (rows.hop > 0) & (rows.sender != rows.receiver)
         for values in (rows.hop, rows.sender, rows.receiver, rows.owner, rows.buffer):
             good &= (values >= 0) & (values < cp)
@@ -227,10 +225,6 @@ def _check_columns(plan: PlanTables, axis: Axis) -> None:
             (rows.start < 0) | (rows.start >= rows.end) | (rows.end > axis.size[rows.owner])
         ):
             raise PlanError(f"{_moves(rows, i)}, which has {axis.size[rows.owner[i]]}")
-    for name, rows, holder in (
-        ("transfers", plan.transfers, plan.transfers.receiver),
-        ("gradients", plan.gradients, plan.gradients.sender),
-    ):
         ascends = _ascend(holder, rows.hop, (holder - rows.owner) % cp, rows.start)
         _expect(ascends, f"{name} are not sorted by their rank, hop, distance and start")
     _expect(_ascend(plan.tile_rank, plan.tile_hop), "tiles are not sorted by rank and hop")
@@ -298,19 +292,10 @@ def overlapping(pieces: Ints) -> tuple[int, int] | None:
     cuts. There both ends of each piece's keys are linear, so pieces that are apart and in one order
     at both are apart between them.
     """
-    order = np.argsort(pieces[0], kind="stable")
-    reach = np.maximum.accumulate(pieces[1][order])
-    shares = np.append(False, reach[:-1] > pieces[0][order][1:])[: len(order)]
-    shares |= np.append(shares[1:], False)[: len(order)]
-    index = order[shares]
-    if not len(index):
-        return None
-    q0, q1, k0, k1, lo, hi = pieces[:, index]
+    q0, q1, k0, k1, lo, hi = pieces
     turns = [np.clip(at - bound, q0, q1) for at in (k0, k1) for bound in (lo, hi)]
     cuts = np.unique(np.concatenate([q0, q1, *turns]))
-    first = np.searchsorted(cuts, q0)
-    piece, number = _spread(np.searchsorted(cuts, q1) - first)
-    strip = first[piece] + number
+    piece, strip = _spread(np.searchsorted(cuts, q0), np.searchsorted(cuts, q1))
     sides = []
     for query in (cuts[strip], cuts[strip + 1] - 1):
         start = np.maximum(k0[piece], query + lo[piece])
@@ -320,45 +305,42 @@ def overlapping(pieces: Ints) -> tuple[int, int] | None:
     one, other = order[:-1], order[1:]
     clash = (sides[1][one] > sides[0][other]) | (sides[3][one] > sides[2][other])
     for i in _first((strip[one] == strip[other]) & clash):
-        low, high = sorted(index[piece[[one[i], other[i]]]].tolist())
+        low, high = sorted(piece[[one[i], other[i]]].tolist())
         return low, high
     return None
 
 
 def _check_cover(plan: PlanTables, axis: Axis) -> None:
-    """Every pair that the mask allows is computed exactly once, and no other is."""
-    stream, places = axis.sums
-    rows, columns = axis.first[plan.tile_rank], axis.first[plan.tile_source]
-    computed = _sums(plan.tiles.data, rows, columns, places, axis.n)
-    allowed = _sums(plan.mask.pieces.data, 0, 0, stream, axis.n)[axis.token]
-    for place in _first(computed != allowed):
-        raise PlanError(_not_allowed(axis, place))
-
-
-def _check_cover_of(plan: PlanTables, axis: Axis, rank: int) -> None:
-    """The same of all pairs of a rank's queries, and of all pairs of its keys, which are the
-    queries of turned tiles.
+    """Every pair that the mask allows is computed exactly once, and no other is: all pairs, or
+    those of a rank's queries and of its keys, which are the queries of turned tiles.
     """
     stream, places = axis.sums
-    pieces, own = plan.mask.pieces.data, axis.own(rank)
+    tiles, pieces = plan.tiles.data, plan.mask.pieces.data
+    if plan.part is None:
+        rows, columns = axis.first[plan.tile_rank], axis.first[plan.tile_source]
+        computed = _sums(tiles, rows, columns, places, axis.n)
+        allowed = _sums(pieces, 0, 0, stream, axis.n)[axis.token]
+        _check_sums(axis, np.arange(axis.n), computed, allowed)
+        return
+    own = axis.own(plan.part)
     for what, others, mine, other in (
         ("query", "keys", plan.tile_rank, plan.tile_source),
         ("key", "queries", plan.tile_source, plan.tile_rank),
     ):
-        tile = np.flatnonzero(mine == rank)
-        tiles, columns = plan.tiles.data[:, tile], axis.first[other[tile]]
         if what == "key":
             tiles, pieces = _turned(tiles), _turned(pieces)
-        computed = _sums(tiles, 0, columns, places, len(own))
-        parts, rows = _in_shard(pieces, axis, own)
-        allowed = _sums(parts, rows, 0, stream, len(own))
-        for i in _first(computed != allowed):
-            raise PlanError(_not_allowed(axis, int(own[i]), what, others))
+        tile = np.flatnonzero(mine == plan.part)
+        computed = _sums(tiles[:, tile], 0, axis.first[other[tile]], places, len(own))
+        _check_sums(axis, own, computed, _allowed(pieces, axis, own), what, others)
 
 
-def _not_allowed(axis: Axis, place: int, what: str = "query", others: str = "keys") -> str:
-    token = axis.token[place]
-    return f"rank {axis.rank(place)}: {what} {token} computes other {others} than the mask allows"
+def _check_sums(
+    axis: Axis, own: Ints, computed: Numbers, allowed: Numbers, what: str = "query",
+    others: str = "keys",
+) -> None:  # fmt: skip
+    for i in _first(computed != allowed):
+        rank, token = axis.rank(own[i]), axis.token[own[i]]
+        raise PlanError(f"rank {rank}: {what} {token} computes other {others} than the mask allows")
 
 
 def _turned(tiles: Ints) -> Ints:
@@ -367,66 +349,53 @@ def _turned(tiles: Ints) -> Ints:
     return np.stack([k0, k1, q0, q1, -hi, -lo])
 
 
-def _in_shard(pieces: Ints, axis: Axis, own: Ints) -> tuple[Ints, Ints]:
-    """Return pieces cut by the chunks of a shard, and what turns their queries into its tokens."""
+def _allowed(pieces: Ints, axis: Axis, own: Ints) -> Numbers:
+    """Return the sum of the numbers of the keys that pieces let each query of a shard see. They are
+    cut by the chunks of the shard.
+    """
     token = axis.token[own]
     begin = np.flatnonzero(np.diff(token, prepend=-2) != 1)
     start = token[begin]
     end = start + np.diff(begin, append=len(token))
     first = np.searchsorted(end, pieces[0], "right")
-    piece, number = _spread(np.maximum(np.searchsorted(start, pieces[1]) - first, 0))
-    chunk = first[piece] + number
+    piece, chunk = _spread(first, np.maximum(np.searchsorted(start, pieces[1]), first))
     parts = pieces[:, piece]
     parts[0] = np.maximum(parts[0], start[chunk])
     parts[1] = np.minimum(parts[1], end[chunk])
-    return parts, (begin - start)[chunk]
+    return _sums(parts, (begin - start)[chunk], 0, axis.sums[0], len(own))
 
 
-def _check_keys(plan: PlanTables, axis: Axis) -> None:
+def _check_moved(plan: PlanTables, axis: Axis) -> None:
     """A rank receives the keys that its tiles read and that it passes on, each once, and no others.
-    By induction over hops, every key that is passed on was sent by its owner before.
+    By induction over hops, every key that is passed on was sent by its owner before. The gradients
+    of the keys that its tiles read, and those that arrive to be passed on, leave it once. By
+    induction from the last hop to the first, they reach the owner.
     """
-    keys = plan.transfers
-    passed = keys[keys.buffer > 0]
-    needed = _union(plan, axis, passed, passed.sender)
-    arrived = _ranges(axis, keys, keys.receiver, "arrive")
-    _same(plan, axis, needed, arrived, "needs", "receives")
-
-
-def _check_gradients(plan: PlanTables, axis: Axis) -> None:
-    """The gradients of the keys that a rank's tiles read, and those that arrive to be passed on,
-    leave it once. By induction from the last hop to the first, they reach the owner.
-    """
-    grads = plan.gradients
-    passed = grads[grads.buffer > 0]
-    summed = _union(plan, axis, passed, passed.receiver)
-    leaves = _ranges(axis, grads, grads.sender, "leave")
-    _same(plan, axis, summed, leaves, "makes gradients of", "sends gradients of")
-
-
-def _union(plan: PlanTables, axis: Axis, passed: Transfers, rank: Ints) -> Ints:
-    """Return the places of the keys that each rank's tiles read from others, and of messages that
-    `rank` passes on.
-    """
-    away = np.flatnonzero(plan.tile_hop > 0)
-    first = axis.first[np.concatenate([plan.tile_source[away], passed.owner])]
-    holder = np.concatenate([plan.tile_rank[away], rank])
-    start = first + np.concatenate([plan.tiles.data[2, away], passed.start])
-    end = first + np.concatenate([plan.tiles.data[3, away], passed.end])
-    return _joined(holder * (axis.n + 1) + start, holder * (axis.n + 1) + end)
-
-
-def _ranges(axis: Axis, rows: Transfers, holder: Ints, verb: str) -> Ints:
-    """Return the places of the messages of each holder, which must not overlap."""
-    base = holder * (axis.n + 1) + axis.first[rows.owner]
-    start, end = base + rows.start, base + rows.end
-    ranges = _joined(start, end)
-    if (end - start).sum() != (ranges[1] - ranges[0]).sum():
-        edge = np.sort(np.concatenate([2 * start + 1, 2 * end]))
-        twice = int(edge[(np.cumsum(2 * (edge & 1) - 1) > 1).argmax()]) >> 1
-        rank, place = divmod(twice, axis.n + 1)
-        raise PlanError(f"rank {rank}: {axis.named(place)} and more {verb} twice")
-    return ranges
+    away, width = np.flatnonzero(plan.tile_hop > 0), axis.n + 1
+    for rows, holder, passer, wants, moves, verb in (
+        (plan.transfers, "receiver", "sender", "needs", "receives", "arrive"),
+        (plan.gradients, "sender", "receiver", "makes gradients of", "sends gradients of", "leave"),
+    ):
+        passed = rows[rows.buffer > 0]
+        rank = np.concatenate([plan.tile_rank[away], getattr(passed, passer)])
+        base = rank * width + axis.first[np.concatenate([plan.tile_source[away], passed.owner])]
+        start = np.concatenate([plan.tiles.data[2, away], passed.start])
+        end = np.concatenate([plan.tiles.data[3, away], passed.end])
+        wanted = _joined(base + start, base + end)
+        base = getattr(rows, holder) * width + axis.first[rows.owner]
+        moved = _joined(base + rows.start, base + rows.end)
+        if (rows.end - rows.start).sum() != (moved[1] - moved[0]).sum():
+            edge = np.sort(np.concatenate([2 * (base + rows.start) + 1, 2 * (base + rows.end)]))
+            twice = int(edge[(np.cumsum(2 * (edge & 1) - 1) > 1).argmax()]) >> 1
+            whose, place = divmod(twice, width)
+            raise PlanError(f"rank {whose}: {axis.named(place)} and more {verb} twice")
+        for number in _difference_of(wanted, moved):
+            whose, place = divmod(number, width)
+            hop = plan.schedule[(whose - axis.rank(place)) % plan.cp]
+            raise PlanError(
+                f"rank {whose}, hop {hop} {wants} other tokens than it {moves}, from "
+                f"{axis.named(place)} on"
+            )
 
 
 def _joined(start: Ints, end: Ints) -> Ints:
@@ -437,17 +406,6 @@ def _joined(start: Ints, end: Ints) -> Ints:
     last = np.flatnonzero(np.cumsum(1 - 2 * (edge & 1)) == 0)
     first = np.append(0, last + 1)[: len(last)]
     return np.stack([edge[first], edge[last]]) >> 1
-
-
-def _same(plan: PlanTables, axis: Axis, wanted: Ints, moved: Ints, wants: str, moves: str) -> None:
-    """Raise `PlanError` if two lists of ranges, numbered by rank and place, differ."""
-    for start in _difference_of(wanted, moved):
-        rank, place = divmod(start, axis.n + 1)
-        hop = plan.schedule[(rank - axis.rank(place)) % plan.cp]
-        raise PlanError(
-            f"rank {rank}, hop {hop} {wants} other tokens than it {moves}, from "
-            f"{axis.named(place)} on"
-        )
 
 
 def _difference_of(one: Ints, other: Ints) -> list[int]:
@@ -463,8 +421,9 @@ def _check_slots(plan: PlanTables, num_slots: int) -> int:
     """Two buffers of keys are enough, of which one is read while the next one is filled; ranks that
     receive once need one. That no slot is filled while it is read is for `check_order`.
     """
-    filled = np.unique(plan.transfers.receiver * plan.cp + plan.transfers.hop)
-    count = np.bincount(filled // plan.cp, minlength=plan.cp)
+    keys = plan.transfers
+    fills = np.diff(keys.receiver * plan.cp + keys.hop, prepend=-1) != 0  # they are sorted
+    count = np.bincount(keys.receiver[fills], minlength=plan.cp)
     slots = min(2, int(count.max()))
     _expect(
         slots <= num_slots,
@@ -478,13 +437,11 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
 
     The buffers of a hop hold the tokens of the rank's rows, one row after another. Messages must
     carry the tokens of their rows, in order; the gradients of a tile's keys must go to the same
-    tokens; and the tiles must read the keys of the mask, as in `_check_cover_of`.
+    tokens; and the tiles must read the keys of the mask, as in `_check_cover`.
     """
     axis, rank = axis or Axis(plan.layout), part.member
     own = axis.own(rank)
-    stream, _ = axis.sums
-    parts, rows = _in_shard(plan.mask.pieces.data, axis, own)
-    allowed = _sums(parts, rows, 0, stream, len(own))
+    allowed = _allowed(plan.mask.pieces.data, axis, own)
     _expect(part.num_tokens == len(own), f"rank {rank}: has not {part.num_tokens} tokens")
     ascend = (np.diff([hop.index for hop in part.hops]) > 0).all()
     _expect(ascend, f"rank {rank}: its hops do not ascend")
@@ -501,15 +458,10 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
         sums = np.zeros(len(own), np.uint64)
         for hop in hops:
             held, back = keys.get(hop.index, own[:0]), grads.get(hop.index, own[:0])
-            owners = (
-                {rank}
-                if hop.index == 0
-                else {
-                    *arriving.owner[arriving.hop == hop.index].tolist(),
-                    *leaving.owner[leaving.hop == hop.index].tolist(),
-                }
-            )
-            sources = tuple(sorted(owners, key=lambda owner: (rank - owner) % plan.cp))
+            owners = [rows.owner[rows.hop == hop.index] for rows in (arriving, leaving)]
+            own_rank = np.full(int(hop.index == 0), rank)
+            far = np.unique((rank - np.concatenate([own_rank, *owners])) % plan.cp)
+            sources = tuple(((rank - far) % plan.cp).tolist())
             _expect(
                 sources == hop.sources,
                 f"rank {rank}, hop {hop.index}: its buffers hold tokens of ranks {sources}, not "
@@ -517,8 +469,7 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
             )
             _check_buffers(f"rank {rank}, hop {hop.index}", hop, held, back)
             sums += _sums(hop.tiles.data, 0, 0, _running(axis.number[held]), len(own))
-        for i in _first(sums != allowed):
-            raise PlanError(_not_allowed(axis, int(own[i])))
+        _check_sums(axis, own, sums, allowed)
 
 
 def _filled(axis: Axis, rows: Transfers, own: Ints) -> dict[int, Ints]:
@@ -573,13 +524,13 @@ def _check_buffers(where: str, hop: Hop, held: Ints, back: Ints) -> None:
     inside = (tiles[2] >= 0) & (tiles[3] <= len(held)) & (first >= 0) & (end <= len(back))
     for i in _first(~inside):
         raise PlanError(f"{where}: tile {_piece(tiles[:, i])} is outside of the buffers")
-    if not hop.grad_shift.any() and np.array_equal(held, back):
-        return
-    for i, (start, last, to) in enumerate(zip(tiles[2], tiles[3], first, strict=True)):
-        _expect(
-            np.array_equal(held[start:last], back[to : to + last - start]),
-            f"{where}: gradients of tile {_piece(tiles[:, i])} go to other tokens than its keys",
-        )
+    if hop.grad_shift.any() or not np.array_equal(held, back):
+        tile, key = _spread(tiles[2], tiles[3])
+        for i in _first(held[key] != back[key + hop.grad_shift[tile]]):
+            raise PlanError(
+                f"{where}: gradients of tile {_piece(tiles[:, tile[i]])} go to other tokens than "
+                "its keys"
+            )
 
 
 def check_order(turns: Sequence[Turn], part: RankPlan, num_slots: int, backward: bool) -> None:
@@ -644,8 +595,8 @@ def check_work(
         tiles = hop.tiles.data
         wanted = _sums(tiles, 0, 0, _running(number), num_tokens)
         home = np.full(hop.num_keys, -1)
-        for start, end, shift in zip(tiles[2], tiles[3], hop.grad_shift, strict=True):
-            home[start:end] = np.arange(start, end) + shift
+        tile, key = _spread(tiles[2], tiles[3])
+        home[key] = key + hop.grad_shift[tile]
         for call in calls[hop]:
             pairs = call.pairs()
             of_q, of_k = pairs.query_ends, pairs.key_ends
@@ -678,10 +629,7 @@ def _arriving(hop: Hop) -> list[tuple[int, Ints]]:
     """Return for each of the hop's messages of gradients the buffer whose total it is added to, and
     the token of each row. All lie end to end in one tensor; -1 marks the rows of other messages.
     """
-    tokens = [
-        np.concatenate([np.arange(start, end) for start, end in each.ranges])
-        for each in hop.grad_receives
-    ]
+    tokens = [_spread(*np.array(each.ranges).T)[1] for each in hop.grad_receives]
     size = sum(map(len, tokens))
     found, first = [], 0
     for each, its in zip(hop.grad_receives, tokens, strict=True):
@@ -701,8 +649,7 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
     for update in updates:
         start, end, first, last = update.table[:4]
         _expect((start[1:] >= end[:-1]).all(), f"{name}: an update has segments that overlap")
-        which, number = _spread(end - start)
-        token = start[which] + number
+        which, token = _spread(start, end)
         good = np.where(first[which] == 1, 0, 1) == stage[token]
         for i in _first(~good):
             raise PlanError(
@@ -717,7 +664,7 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
             _expect(left, f"{name}: an update waits for a part that does not come")
             part = left.pop(0)
             mine = np.flatnonzero((step != 0)[which])
-            at = position[which[mine]] + step[which[mine]] * number[mine]
+            at = (position[which] + step[which] * (token - start[which]))[mine]
             same = len(at) == (part >= 0).sum() and (at >= 0).all() and (at < len(part)).all()
             same = same and np.array_equal(part[at], token[mine])
             _expect(same, f"{name}: an update adds rows of a part at other tokens, or not once")
@@ -726,8 +673,8 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
                     np.array_equal(part, np.arange(size)), f"{name}: a part is not the whole total"
                 )
     _expect(not left, f"{name}: {len(left)} partial results are never added")
-    for token in _first(stage != 2):
-        raise PlanError(f"{name}: token {token} is not complete after the last update")
+    for i in _first(stage != 2):
+        raise PlanError(f"{name}: token {i} is not complete after the last update")
 
 
 def check_moves(
@@ -751,9 +698,11 @@ def check_moves(
         good = known & (length > 0) & (start >= 0) & (start + length <= room)
         for i in _first(~good):
             raise PlanError(f"moves: range {i} is outside of the shard of rank {rank[i]}")
-    which, number = _spread(length)
-    place = (new.first[receiver] + moves.target)[which] + number
-    token = old.token[(old.first[sender] + moves.source)[which] + number]
+    (which, place), (_, source) = (
+        _spread(start, start + length)
+        for start in (new.first[receiver] + moves.target, old.first[sender] + moves.source)
+    )
+    token = old.token[source]
     _expect(np.array_equal(np.sort(place), wanted), "moves: a place is filled twice, or not at all")
     for i in _first((token + shift - new.token[place]) % new.n != 0):
         raise PlanError(

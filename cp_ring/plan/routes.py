@@ -37,7 +37,7 @@ from cp_ring.plan.schedule import (
     ring_distance,
 )
 from cp_ring.plan.shard_tiles import shard_tiles
-from cp_ring.plan.tiles import Tiles, coalesce
+from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import CONDITIONS, Traffic
 
 
@@ -185,9 +185,7 @@ def tables_of(
     hops = resolve(schedule, cp, slot_shards, one_source=one_source)
     few = cp <= MOST_MEMBERS or len(mask.pieces) >= cp // 2  # tiles, which each rank would read
     by_time = schedule == AUTO and not one_source and cp > 2 and few
-    tiles, rank, source = shard_tiles(mask.pieces, layout, None if by_time else member)
-    tiles, group = coalesce(tiles, rank * cp + ring_distance(rank, source, cp))
-    rank, far = np.divmod(group, cp)
+    tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
         shard = int(layout.tokens_per_rank.max())
         given = CONDITIONS.dividing(heads)

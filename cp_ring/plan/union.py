@@ -2,56 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from cp_ring.plan.proof import overlapping
 from cp_ring.plan.ranges import Ints, expand, runs, sort_index, starts_of
 from cp_ring.plan.tiles import OPEN, Tiles, coalesce
-
-
-class Intervals(NamedTuple):
-    """Intervals of keys in strips of queries, sorted by strip and first key.
-
-    strip: int64 [count], the strip of each interval.
-    tile: int64 [count], the tile that the interval is part of.
-    sides: int64 [4, count], first key and end at the first query of the strip, and the same at its
-    last query.
-    """
-
-    strip: Ints
-    tile: Ints
-    sides: Ints
-
-
-def cuts_of(tiles: Tiles) -> Ints:
-    """Return the queries at which a tile begins or ends, or one of its sides starts or stops to
-    slope: int64, ascending. The tiles must be fitted (`Tiles.fitted`).
-    """
-    q0, q1, k0, k1, lo, hi = tiles.data
-    slopes = (np.clip(turn, q0, q1) for turn in (k0 - lo, k1 - hi))
-    return np.unique(np.concatenate([q0, q1, *slopes]))
-
-
-def intervals(tiles: Tiles, cuts: Ints) -> Intervals:
-    """Return the keys that each tile allows in each strip between two of `cuts`. The cost is an
-    entry for each pair (tile, strip).
-    """
-    first = np.searchsorted(cuts, tiles.q0)
-    tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
-    ends = [_keys(tiles, tile, query) for query in (cuts[strip], cuts[strip + 1] - 1)]
-    sides = np.concatenate(ends)
-    sort = sort_index(strip, sides[0])
-    return Intervals(strip[sort], tile[sort], sides[:, sort])
-
-
-def _keys(tiles: Tiles, which: Ints, query: Ints) -> Ints:
-    """Return the first key that tile `which` allows a query, and the end of its keys: int64 [2,
-    pairs].
-    """
-    k0, k1, lo, hi = tiles.data[2:, which]
-    return np.stack([np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)])
 
 
 def joined(pieces: Tiles) -> Tiles:
@@ -77,26 +32,26 @@ def joined(pieces: Tiles) -> Tiles:
 def _joined(pieces: Tiles) -> Tiles:
     """Return `joined` pieces that are not coalesced.
 
-    Strips are cut further where two sides cross, so that within a strip the order of all sides is
-    the same at every query. Then the union of a strip's intervals can be read off its first and its
+    Strips of queries are cut where a piece begins or ends, where one of its sides starts or stops
+    to slope, and where two sides cross, so that within a strip the order of all sides is the same
+    at every query. Then the union of a strip's intervals of keys can be read off its first and its
     last query.
     """
-    cuts, width = cuts_of(pieces), int(pieces.k1.max()) + 2
-    keys = intervals(pieces, cuts)
-    first, last = keys.sides.reshape(2, -1)
+    q0, q1, k0, k1, lo, hi = pieces.data
+    turns = [np.clip(turn, q0, q1) for turn in (k0 - lo, k1 - hi)]
+    cuts, width = np.unique(np.concatenate([q0, q1, *turns])), int(k1.max()) + 2
+    strip, sides = _intervals(pieces, cuts)
     # A side that slopes crosses the level ones between its ends; two that slope are parallel.
-    base = np.tile(keys.strip * width, 2)
-    level = np.unique((base + first)[first == last])
-    slopes = np.flatnonzero(first < last)
-    low = np.searchsorted(level, (base + first)[slopes], "right")
-    high = np.searchsorted(level, (base + last)[slopes])
-    slope, crossed = expand(low, np.maximum(high - low, 0))
+    strip = np.tile(strip, 2)
+    first, last = strip * width + sides.reshape(2, -1)
+    level, slopes = np.unique(first[first == last]), np.flatnonzero(first < last)
+    low = np.searchsorted(level, first[slopes], "right")
+    slope, crossed = expand(low, np.maximum(np.searchsorted(level, last[slopes]) - low, 0))
     slope = slopes[slope]
-    crossings = np.tile(cuts[keys.strip], 2)[slope] + level[crossed] - (base + first)[slope]
-    cuts = np.unique(np.concatenate([cuts, crossings]))
-    keys = intervals(pieces, cuts)
-    sort = sort_index(keys.strip, keys.sides[0], keys.sides[2])
-    strip, (left0, right0, left1, right1) = keys.strip[sort], keys.sides[:, sort]
+    cuts = np.union1d(cuts, cuts[strip[slope]] + level[crossed] - first[slope])
+    strip, sides = _intervals(pieces, cuts)
+    sort = sort_index(strip, sides[0], sides[2])
+    strip, (left0, right0, left1, right1) = strip[sort], sides[:, sort]
     base = strip * width
     reach0, reach1 = (np.maximum.accumulate(base + right) for right in (right0, right1))
     apart = ((base + left0)[1:] > reach0[:-1]) | ((base + left1)[1:] > reach1[:-1])
@@ -107,3 +62,17 @@ def _joined(pieces: Tiles) -> Tiles:
     lo = np.where(left1 > left0, left0 - q0, -OPEN)
     hi = np.where(right1 > right0, right0 - 1 - q0, OPEN)
     return Tiles.columns(q0, q1, left0, right1, lo, hi).trimmed()
+
+
+def _intervals(tiles: Tiles, cuts: Ints) -> tuple[Ints, Ints]:
+    """Return the keys that each tile allows in each strip between two of `cuts`, an entry for each
+    pair: the strip, and int64 [4, pairs], first key and end at the first query of the strip, and
+    the same at its last query.
+    """
+    first = np.searchsorted(cuts, tiles.q0)
+    tile, strip = expand(first, np.searchsorted(cuts, tiles.q1) - first)
+    k0, k1, lo, hi = tiles.data[2:, tile]
+    ends: list[Ints] = []
+    for query in (cuts[strip], cuts[strip + 1] - 1):
+        ends += [np.maximum(k0, query + lo), np.minimum(k1, query + hi + 1)]
+    return strip, np.stack(ends)

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
-from cp_ring.plan.records import Hop, Transfer
+from cp_ring.plan.ranges import Ints, runs, starts_of
+from cp_ring.plan.records import OPEN, Hop, Transfer
 
 MAX_PARTS = 4
 """The most partial results of one update, and so the most that wait for it."""
@@ -61,6 +60,16 @@ class Partial:
         size = end - start
         position = first + starts_of(size) + (size - 1) * reverse
         return cls(np.stack([start, end, position]), -1 if reverse else 1, arrived)
+
+    def at(self, tokens: Ints) -> Ints:
+        """Return the positions of tokens of the total, and the step from there to the next: int64
+        [2, tokens], 0 for tokens that the partial result does not have.
+        """
+        start, end, position = self.ranges[:, np.argsort(self.ranges[0], kind="stable")]
+        span = np.searchsorted(end, tokens, "right")
+        inside = np.append(start, OPEN)[span] <= tokens
+        first = np.append(position - self.step * start, 0)[span]
+        return np.stack([first + self.step * tokens, np.full_like(tokens, self.step)]) * inside
 
 
 class Update(NamedTuple):
@@ -140,46 +149,24 @@ def gradient_updates(
 def _updates(total: _Total) -> tuple[Update, ...]:
     """Make one update for each group. The last one fills tokens that no part has with zeros."""
     groups = [group for group in total.groups if group] or [[]]
-    parts = [part for group in groups for part in group]
-    start, end, position = np.concatenate(
-        [np.zeros((3, 0), np.int64), *(part.ranges for part in parts)], axis=1
-    )
-    facts = [(i, j, part.step) for i, of in enumerate(groups) for j, part in enumerate(of)]
-    number, slot, step = np.repeat(
-        np.array(facts, np.int64).reshape(-1, 3),
-        [part.ranges.shape[1] for part in parts],
-        axis=0,
-    ).T
-
+    edges = [part.ranges[:2].reshape(-1) for group in groups for part in group]
     # Cells are the pieces of the total that no range begins or ends in.
-    edges = np.unique(np.concatenate([[0, total.num_tokens], start, end]))
-    span, cell = overlaps(start, end, edges[:-1], edges[1:])
-    position = position[span] + step[span] * (edges[cell] - start[span])
-    bare = np.setdiff1d(np.arange(len(edges) - 1), cell)
-    touched = np.append(cell, bare)
-    by = np.append(number[span], np.full_like(bare, len(groups) - 1))
-    earliest, latest = np.full(len(edges), len(groups)), np.full(len(edges), -1)
-    np.minimum.at(earliest, touched, by)
-    np.maximum.at(latest, touched, by)
-
-    order = np.argsort(by, kind="stable")
-    cuts = np.searchsorted(by[order], np.arange(len(groups) + 1))
-    tables = []
-    for index, (group, (low, high)) in enumerate(zip(groups, pairwise(cuts), strict=True)):
-        cells = np.unique(touched[order[low:high]])
-        mine = order[low : min(high, len(span))]
-        first, last = earliest[cells] == index, latest[cells] == index
-        table = np.zeros((4 + 2 * len(group), len(cells)), np.int64)
-        table[:4] = edges[cells], edges[cells + 1], first, last
-        row, column = 4 + 2 * slot[span[mine]], np.searchsorted(cells, cell[mine])
-        table[row, column], table[row + 1, column] = position[mine], step[span[mine]]
-        if len(cells):
-            tables.append((_joined(table), group))
-    kept = _kept([table for table, _ in tables])
+    cells = np.unique(np.concatenate([[0, total.num_tokens], *edges]))
+    none = np.zeros((0, len(cells) - 1), np.int64)
+    tables = [np.concatenate([none, *(x.at(cells[:-1]) for x in group)]) for group in groups]
+    touched = np.stack([table[1::2].any(0) for table in tables])
+    touched[-1] |= ~touched.any(0)
+    count, found = np.cumsum(touched, 0), []
+    for group, table, here, nth in zip(groups, tables, touched, count, strict=True):
+        if here.any():
+            first, last = nth == 1, nth == count[-1]
+            rows = np.concatenate([[cells[:-1], cells[1:], first, last], table])
+            found.append((_joined(rows[:, here]), group))
+    kept = _kept([table for table, _ in found])
     whole = [[0, total.num_tokens, 1, 1, 0, 1]]
     return tuple(
         Update(table, table.T.tolist() == whole and not group[0].arrived, kept)
-        for table, group in tables
+        for table, group in found
     )
 
 

@@ -29,7 +29,6 @@ from cp_ring.plan import (
     rank_plan,
     records,
     routes,
-    shard_tiles,
     tiles,
     updates,
 )
@@ -169,12 +168,13 @@ def joins_all_neighbors(is_part):
     return lambda whole, part, along: np.ones(len(part), bool)
 
 
-def other_owner(tokens_before):
-    def spoiled(owner, chunk, layout):
-        found = tokens_before(owner, chunk, layout)
-        return found - (found > 4)
+def late_chunk(starts):
+    def spoiled(layout):
+        found = starts.func(layout).copy()
+        found[-1] += found[-1] > 4
+        return found
 
-    return spoiled
+    return property(spoiled)
 
 
 def swapped_senders(direct):
@@ -310,7 +310,7 @@ FAULTS = {
     "within: left sides get lost": (tiles.Tiles, "within", no_band_left),
     "shifted: one key more": (tiles.Tiles, "shifted", one_key_more),
     "coalesce: any neighbors": (tiles, "_is_part", joins_all_neighbors),
-    "shard_tiles: tokens before the first chunks": (shard_tiles, "_tokens_before", other_owner),
+    "layout: the last chunk begins a token late": (Layout, "starts", late_chunk),
     "direct: two senders change places": (routes.ROUTES, "direct", swapped_senders),
     "direct: gradients of the first hop stay": (routes.ROUTES, "direct", gradients_of_first_hop),
     "rank plan: offsets of the first source": (rank_plan._HopBuffers, "slide", stale_slide),
