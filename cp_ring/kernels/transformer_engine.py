@@ -152,17 +152,16 @@ class TransformerEngineKernel:
         if bound := self._dense(q_, k_, v_, hi == 0, scale):
             if dense_backward_may_be_nan(k.shape[1], hi == 0, q.device):
                 return FLASH.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
-            grads = self._gradients(bound, dout_, q_, k_, v_, out_, lse)
+            dq, dk, dv = self._gradients(bound, dout_, q_, k_, v_, out_, lse)
         else:
             call = self._call(q_, k_, v_, "sbhd", hi == 0)
             if not self._wants_packing(call):
                 return REFERENCE.backward(dout, q, k, v, out, lse, lo=lo, hi=hi, scale=scale)
-            flat = [x.flatten(1, 2) for x in (dout_, q_, k_, v_, out_)]
             packing = _single(call, q.device)
-            packed = self.backward_varlen(*flat, lse.flatten(0, 1), packing, scale)
-            grads = [x.unflatten(1, (len(q), -1)) for x in packed]
-        dq, dk, dv = [x.transpose(0, 1) for x in grads]
-        return dq, dk, dv
+            dout_, q_, k_, v_, out_ = (x.flatten(1, 2) for x in (dout_, q_, k_, v_, out_))
+            grads = self.backward_varlen(dout_, q_, k_, v_, out_, lse.flatten(0, 1), packing, scale)
+            dq, dk, dv = (x.unflatten(1, (len(q), -1)) for x in grads)
+        return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
@@ -304,14 +303,15 @@ class TransformerEngineKernel:
         else:
             queries, keys, more = len(q), len(k), (q.shape[1], 0, 0)
         heads = q.shape[-2], k.shape[-2]
-        kind = deterministic(), *more, self.counts
-        return Call(layout, causal, q.dtype, *heads, queries, keys, d, e, *kind)
+        sizes = *heads, queries, keys, d, e
+        kind = layout, causal, q.dtype
+        return Call(*kind, *sizes, deterministic(), *more, max_logit=self.counts)
 
     def _wants_packing(self, call: Call) -> bool:
         if call.queries % _BLOCK == call.keys % _BLOCK == 0:
             return False
-        tokens = {"tokens_q": call.queries, "tokens_k": call.keys}
-        return self._backend(call._replace(layout="thd", **tokens)) is not None
+        packed = call._replace(layout="thd", tokens_q=call.queries, tokens_k=call.keys)
+        return self._backend(packed) is not None
 
     def _sizes(self, dtype: torch.dtype, d: int, e: int) -> tuple[int, int] | None:
         """Return the head sizes of the call: multiples of 8, or one size for both if two sizes have
