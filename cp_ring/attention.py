@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -186,8 +186,9 @@ class Attention:
         the kept call, and nothing is computed in forward.
         """
         q, k, v, sink, latents = inputs
-        more = list(latents) if latents and self._latents else []
-        more[:1] = map(self._in_stream, more[:1])
+        more: Sequence[Tensor] = ()
+        if latents and self._latents:
+            more = latents._replace(latent=self._in_stream(latents.latent))
         if not self._ring.bshd:
             q, k, v = map(self._in_stream, (q, k, v))
         kernel, plan, transport = self._kernel, self._plan(), self.transport()
@@ -207,11 +208,9 @@ class Attention:
             max_logit = None if counting is None else counting.max_logit
         else:
             out, lse, max_logit, parts = self._over_heads(call, kept, q, k, v, sink)
-        if self._batch_rows:
-            out = out[:, 0].unflatten(0, (self._batch_rows, -1)).transpose(0, 1)
-            lse = (
-                None if lse is None else lse[0].unflatten(1, (self._batch_rows, -1)).transpose(0, 1)
-            )
+        if rows := self._batch_rows:
+            out = out[:, 0].unflatten(0, (rows, -1)).transpose(0, 1)
+            lse = None if lse is None else lse[0].unflatten(1, (rows, -1)).transpose(0, 1)
         if self._bshd and not self._ring.bshd:
             out = out.transpose(0, 1)
         return Output(out, lse, max_logit, parts)

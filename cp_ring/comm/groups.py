@@ -68,10 +68,7 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     of_group = _transports.setdefault(group, {})
     if device.type not in of_group:
         if dist.get_rank(group) < 0:
-            raise ConfigError(
-                f"group does not contain this process, which is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}"
-            )
+            raise ConfigError(_not_of_the_group())
         backend = dist.get_backend(group)
         if device.type == "cpu" and backend == "nccl":
             raise ConfigError(
@@ -119,19 +116,18 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"{example}"
         )
     if mesh.get_coordinate() is None:
-        raise ConfigError(
-            f"group does not contain this process, which is rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}"
-        )
+        raise ConfigError(_not_of_the_group())
     return mesh.get_group()
+
+
+def _not_of_the_group() -> str:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return f"group does not contain this process, which is rank {rank} of {size}"
 
 
 def _not_a_group(group: object) -> str:
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        return (
-            f"group does not contain this process, which is rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}"
-        )
+        return _not_of_the_group()
     hints = ((Plan | RankPlan, "plan="), (Mask, "mask="), (Layout, "layout="))
     hint = next((f"; pass it as {name}" for kind, name in hints if isinstance(group, kind)), "")
     return (

@@ -243,23 +243,14 @@ class LatentGradients(GradMessages):
             dk, dv = self._now.finish()
             codec, latent = self._codec, self._latents(hop).flatten(0, 1)
             shared = dk[..., codec.key_dim :].sum(2, dtype=self._sum_dtype)
-            own = [
-                x.flatten(2).flatten(0, 1)
-                for x in (dk[..., : codec.key_dim], dv[..., : codec.value_dim])
-            ]
-            products = [
-                x @ weight for x, weight in zip(own, (codec.key_up, codec.value_up), strict=True)
-            ]
-            of_latent = products[0].to(self._sum_dtype) + products[1]
-            for x, of_weight in zip(own, self._weights, strict=True):
+            parts = dk[..., : codec.key_dim], dv[..., : codec.value_dim]
+            of_key, of_value = (x.flatten(2).flatten(0, 1) for x in parts)
+            of_latent = (of_key @ codec.key_up).to(self._sum_dtype) + of_value @ codec.value_up
+            for x, of_weight in zip((of_key, of_value), self._weights, strict=True):
                 of_weight += x.T @ latent
             mine = torch.cat([of_latent.view(*dk.shape[:2], -1), shared], -1)
             total = mine if total is None else total.add_(mine)
-        return (
-            self._to_pass_on(hop).to(self._wire_dtype)
-            if total is None
-            else total.to(self._wire_dtype)
-        )
+        return (self._to_pass_on(hop) if total is None else total).to(self._wire_dtype)
 
     def _latents(self, hop: Hop) -> Tensor:
         """Return the latents of the tokens in the hop's gradient buffer, [num_grads, b, c]."""

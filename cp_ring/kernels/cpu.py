@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import override
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cp_ring.kernels.base import Capabilities
+from cp_ring.kernels.window import cut, pad
 from cp_ring.ops.dtypes import sum_dtype
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -50,7 +50,7 @@ class CpuKernel:
         e, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
         q, k, v = _prepared(width, q, k, v)
         out, lse = _attention(q, k, v, 0.0, hi == 0, scale=scale)
-        return (out if e == width else out[..., :e]).transpose(1, 2), lse
+        return cut(out, e).transpose(1, 2), lse
 
     def backward(
         self,
@@ -69,7 +69,7 @@ class CpuKernel:
         dout, q, k, v, out = _prepared(width, dout, q, k, v, out)
         grads = _attention_backward(dout, q, k, v, out, lse, 0.0, hi == 0, scale=scale)
         dq, dk, dv = [x.transpose(1, 2) for x in grads]
-        return (dq, dk, dv) if d == e else (dq[..., :d], dk[..., :d], dv[..., :e])
+        return cut(dq, d), cut(dk, d), cut(dv, e)
 
 
 def _prepared(width: int, *tensors: Tensor) -> list[Tensor]:
@@ -78,8 +78,7 @@ def _prepared(width: int, *tensors: Tensor) -> list[Tensor]:
     """
     dtype = sum_dtype(tensors[-1].dtype)
     wide = [x if x.dtype == dtype else x.to(dtype) for x in tensors]
-    padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in wide]
-    return [x.transpose(1, 2) for x in padded]
+    return [pad(x, width).transpose(1, 2) for x in wide]
 
 
 class _CountingKernel(CpuKernel):

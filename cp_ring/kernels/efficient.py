@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_ring.kernels.base import Capabilities, deterministic, no_random_state
-from cp_ring.kernels.window import pad
+from cp_ring.kernels.window import cut, pad
 
 _attention = torch.ops.aten._efficient_attention_forward
 _attention_backward = torch.ops.aten._efficient_attention_backward
@@ -40,7 +40,7 @@ class EfficientKernel:
         out, lse, *_ = _attention(
             q, k, v, None, None, None, None, None, 0.0, int(hi == 0), True, scale=scale
         )
-        return out[..., :e], lse[..., :queries]
+        return cut(out, e), lse[..., :queries]
 
     def backward(
         self,
@@ -66,7 +66,7 @@ class EfficientKernel:
         )  # fmt: skip
         if k.shape[2] > groups:
             dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
-        return dq[..., :d], dk[..., :d], dv[..., :e]
+        return cut(dq, d), cut(dk, d), cut(dv, e)
 
 
 def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

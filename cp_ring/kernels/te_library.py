@@ -143,6 +143,10 @@ class Call(NamedTuple):
     max_logit: bool = False
 
     @property
+    def qkv_layout(self) -> str:
+        return "_".join([self.layout] * 3)
+
+    @property
     def mask(self) -> str:
         dense, packed = ("causal", "padding_causal") if self.causal else ("no_mask", "padding")
         return packed if self.layout == "thd" else dense
@@ -200,7 +204,7 @@ def loaded() -> Library:
 def ask(library: Library, call: Call) -> Any:
     """Return TransformerEngine's own value for the fused backend of a call."""
     dtype, enums = library.dtypes[call.dtype], library.enums
-    layout, bias = enums.QKVLayout["_".join([call.layout] * 3)], enums.AttnBiasType["no_bias"]
+    layout, bias = enums.QKVLayout[call.qkv_layout], enums.AttnBiasType["no_bias"]
     mask, softmax = enums.AttnMaskType[call.mask], enums.SoftmaxType["vanilla"]
     if library.params is None:
         return library.extension.get_fused_attn_backend(

@@ -19,7 +19,7 @@ from cp_ring.plan.lower import BLOCK
 from cp_ring.plan.tiles import Tiles
 
 _SMALLEST, _LARGEST = 1024, 32768
-_FEWEST_TILES, _FACTOR = 16, 4
+_FEWEST_TILES = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def sizes_of(queries: int, keys: int, shard: int) -> tuple[int, int]:
     two sizes.
     """
     whole = max(1 << (shard - 1).bit_length(), _SMALLEST)
-    quarter = max(whole // _FACTOR, _SMALLEST)
+    quarter = max(whole // 4, _SMALLEST)
     if keys > whole:
         return whole, min(1 << (keys - 1).bit_length(), -(-keys // _LARGEST) * _LARGEST)
     size_q, size_k = (quarter if tokens <= quarter else whole for tokens in (queries, keys))
@@ -64,10 +64,7 @@ def tokens_of(size: int) -> int:
 
 
 def tiles_of(count: int) -> int:
-    """Return the number of tiles, 16, 64, 256, ..., to which empty tiles fill a call of `count`
-    tiles.
+    """Return the number of tiles, 16, 32, 64, ..., to which empty tiles fill a call of `count`
+    tiles: more than half of more than 16 have work.
     """
-    rounded = _FEWEST_TILES
-    while rounded < count:
-        rounded *= _FACTOR
-    return rounded
+    return max(_FEWEST_TILES, 1 << (count - 1).bit_length())

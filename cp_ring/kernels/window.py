@@ -113,7 +113,7 @@ class WindowKernel(ABC):
         e = v.shape[-1]
         width, value_width = self.head_sizes(q.shape[-1], e)
         out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), window)
-        return out[..., :e], lse
+        return cut(out, e), lse
 
     def _gradients_padded(
         self,
@@ -130,9 +130,14 @@ class WindowKernel(ABC):
         q, k = (pad(x, width) for x in (q, k))
         dout, v, out = (pad(x, value_width) for x in (dout, v, out))
         dq, dk, dv = self.gradients(dout, q, k, v, out, lse.contiguous(), window)
-        return dq[..., :d], dk[..., :d], dv[..., :e]
+        return cut(dq, d), cut(dk, d), cut(dv, e)
 
 
 def pad(x: Tensor, width: int) -> Tensor:
     """Pad x with zeros up to head size `width`; they change neither scores nor kept outputs."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def cut(x: Tensor, width: int) -> Tensor:
+    """Return x without what `pad` added."""
+    return x if x.shape[-1] == width else x[..., :width]

@@ -120,26 +120,16 @@ def _capturing() -> bool:
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
     """Return the batch that a rank waits for as data without tensors."""
-    tokens = {
+    return _at(watch.place, watch.backward, batch.kind, batch.hop) | {
         "from": [[transfer.peer, transfer.ranges] for transfer, _ in batch.receives],
         "to": [[transfer.peer, transfer.ranges] for transfer, _ in batch.sends],
-    }
-    return {
-        **_at(watch.place, watch.backward, batch.kind, batch.hop),
-        **tokens,
         "ranks": batch.ranks,
     }
 
 
 def _at(place: Place, backward: bool, kind: str, hop: int) -> dict[str, Any]:
-    return {
-        "step": place.step,
-        "layer": place.layer,
-        "microbatch": place.microbatch,
-        "direction": "backward" if backward else "forward",
-        "kind": kind,
-        "hop": hop,
-    }
+    direction = "backward" if backward else "forward"
+    return vars(place) | {"direction": direction, "kind": kind, "hop": hop}
 
 
 class Watchdog:
@@ -189,9 +179,7 @@ class Watchdog:
 
     def waited(self) -> float:
         """Return the seconds of this rank's present wait."""
-        now = time.monotonic()
-        since = WATCH.longest()[1]
-        sampled = WATCH.sampled
+        now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
         if sampled is not None and _completed(*sampled[2:]):
             WATCH.sampled = sampled = None
         seconds = [
@@ -237,14 +225,12 @@ class Watchdog:
             self.store.set(_KEY + "fired", "1")
             time.sleep(self.tick + _GRACE_S)
             reports = {
-                rank: self.store.get(_KEY + str(rank))
+                rank: json.loads(self.store.get(_KEY + str(rank)))
                 for rank in range(self.size)
                 if self.store.check([_KEY + str(rank)])
             }
             if self.rank == min(reports):
-                line = verdict(
-                    {rank: json.loads(text) for rank, text in reports.items()}, self.size
-                )
+                line = verdict(reports, self.size)
                 _say(f"cp_ring: watchdog: {line}; ending the job")
                 self.store.set(_KEY + "said", "1")
             else:
@@ -261,14 +247,11 @@ class Watchdog:
         (batch, since), sampled, last = WATCH.longest(), WATCH.sampled, WATCH.last
         frame = sys._current_frames().get(self._main)
         mine: dict[str, Any] = {"waits": "", "at": _position(frame)}
-        if batch is not None:
-            return (
-                mine
-                | _describe(WATCH, batch)
-                | {"waits": "hop", "seconds": time.monotonic() - since}
-            )
-        if sampled is not None:
-            return mine | sampled[0] | {"waits": "hop", "seconds": time.monotonic() - sampled[1]}
+        found = None if batch is None else _describe(WATCH, batch)
+        if found is None and sampled is not None:
+            found, since = sampled[:2]
+        if found is not None:
+            return mine | found | {"waits": "hop", "seconds": time.monotonic() - since}
         if last is not None:
             mine |= _at(*last)
         if _collective(frame) is not None:

@@ -35,7 +35,8 @@ def test_a_call_that_is_filled_up_has_the_class_of_its_size(queries, keys, shard
 
 @given(st.integers(1, 5000))
 def test_tiles(count):
-    assert count <= sizes.tiles_of(count) <= max(4 * count, 16)
+    filled = sizes.tiles_of(count)
+    assert count <= filled <= max(2 * count - 1, 16) and filled & (filled - 1) == 0
 
 
 def test_packed_calls_of_no_other_kernel_are_filled():
