@@ -190,16 +190,3 @@ def steps_done() -> int:
     """Return the number of steps that this process has trained."""
     now = arguments()
     return max(0, getattr(now, "curr_iteration", 0) - getattr(now, "iteration", 0))
-
-
-def start() -> argparse.Namespace:
-    """Parse the command line and set up Megatron's parallel groups, as its training loop does
-    before it builds a model.
-    """
-    import megatron.training as training
-    from megatron.training import arguments
-
-    arguments.parse_and_validate_args()
-    training.initialize.initialize_megatron()
-    args: argparse.Namespace = training.get_args()
-    return args

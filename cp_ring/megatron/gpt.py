@@ -91,7 +91,7 @@ def _documents(carried: Microbatch) -> Documents:
     offsets = carried["cu_seqlens"].numpy()
     rows, ring = int(offsets[-1]) // get_args().seq_length, in_force()
     cp = parallel_state.get_context_parallel_world_size()
-    return Documents.in_rows(offsets, rows, ring.layout, cp, ring.windows)
+    return Documents.in_rows(offsets, rows, cp, ring.split)
 
 
 def _carried_by(sample: Any, extra: str) -> Microbatch:

@@ -206,7 +206,7 @@ def test_packed_documents_are_split_one_by_one():
     ]:
         with pytest.raises(ValueError, match=message):
             batches.split_batch(whole | wrong, Group(0, 2))
-    declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], "zigzag", 2))
+    declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], 2))
     with pytest.raises(
         ValueError,
         match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4",

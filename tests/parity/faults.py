@@ -72,19 +72,24 @@ def _positions_of_another_split(shard, batch, rank, cp):
     return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
 
 
+def _with_pieces(mask, documents, data, *args, **kwargs):
+    from cp_ring.plan.tiles import Tiles
+
+    whole = dataclasses.replace(documents.whole, pieces=Tiles(data))
+    return mask(dataclasses.replace(documents, whole=whole), *args, **kwargs)
+
+
 def _shifted(mask, documents, *args, **kwargs):
-    start, end = documents.start.copy(), documents.end.copy()
-    start[1:] += 1
-    end[:-1] += 1
-    return mask(dataclasses.replace(documents, start=start, end=end), *args, **kwargs)
+    data = documents.whole.pieces.data.copy()
+    data[0:3:2, 1:] += 1
+    data[1:4:2, :-1] += 1
+    return _with_pieces(mask, documents, data, *args, **kwargs)
 
 
 def _merged(mask, documents, *args, **kwargs):
-    return mask(
-        dataclasses.replace(documents, start=documents.start[:1], end=documents.end[-1:]),
-        *args,
-        **kwargs,
-    )
+    data = documents.whole.pieces.data[:, :1].copy()
+    data[1:4:2] = documents.layout.n
+    return _with_pieces(mask, documents, data, *args, **kwargs)
 
 
 def _positions_of_zigzag(positions, documents, rank):
@@ -144,11 +149,11 @@ def _roll_across(last, documents):
 
 def _in_another_layout(without_documents, batch, n, cp, ring):
     """Batch rows as another layout would split them."""
+    from cp_ring.megatron.adapter.config import Split
     from cp_ring.megatron.adapter.documents import Documents
-    from cp_ring.megatron.settings import current
 
-    other = "contiguous" if current().layout == "zigzag" else "zigzag"
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, other, cp)
+    other = Split("contiguous" if ring.layout == "zigzag" else "zigzag")
+    return Documents.in_rows(np.arange(batch + 1) * n, batch, cp, other)
 
 
 def _across_documents(starts, carried):
@@ -171,8 +176,8 @@ def _of_the_rank(average, outputs, group, divide):
     return outputs
 
 
-def _counted_by_rank(of, part, mean):
-    return of(part, torch.Tensor.sum(part))
+def _counted_by_rank(total, mask):
+    return mask.part.sum()
 
 
 def _rolled_by_rank(roll, tensor, **more):
@@ -218,7 +223,7 @@ FAULTS = {
         "megatron.core.transformer.multi_token_prediction.roll_tensor", _rolled_by_rank
     ),
     "tokens counted by rank": at(
-        "cp_ring.megatron.adapter.next_tokens.MaskOfAllRanks.of", _counted_by_rank
+        "cp_ring.megatron.adapter.next_tokens.CountedMask.sum", _counted_by_rank
     ),
     "boundary shifted by one": at("cp_ring.megatron.adapter.documents.Documents.mask", _shifted),
     "documents merged": at("cp_ring.megatron.adapter.documents.Documents.mask", _merged),

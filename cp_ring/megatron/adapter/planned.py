@@ -25,7 +25,7 @@ from cp_ring.megatron.adapter.documents import (
     without_whole_rows,
 )
 from cp_ring.megatron.adapter.heads_choice import with_choice
-from cp_ring.megatron.adapter.plans import make_layout, make_plan
+from cp_ring.megatron.adapter.plans import layout_of, make_plan
 from cp_ring.megatron.adapter.unsupported import layer_problem, window_problem
 from cp_ring.observe import timing
 
@@ -111,7 +111,7 @@ class PlannedAttention(MegatronModule):
                     "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "
                     "to the model on every pipeline stage"
                 )
-            return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.windows)
+            return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
         documents = documents_of(packed_seq_params, tokens * batch, cp, self.ring)
         with timing.waiting_for_plan():
             return documents.rank_plan(
@@ -179,7 +179,7 @@ class PlannedAttention(MegatronModule):
         from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
         cp = self.cp_group.size()
-        layout = make_layout(self.ring.layout, tokens * cp, cp, self.ring.windows)
+        layout = layout_of(self.ring.split, tokens * cp, cp)
         accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
 
 

@@ -93,7 +93,7 @@ def tokens_of(carried: MicrobatchMask, group: Any, states: bool, width: int, dev
         layout, (starts, before) = carried.layout, _starts(carried)
         plan = layout if states else Layout.contiguous(layout.n, 1)
         pieces = Pieces.of(plan, starts, before)
-        kind = plan.name, plan.cp, carried.kind(), width
+        kind = plan.name, plan.cp, carried.whole.name, width
         if kind not in _proven:
             verify(pieces, starts, before, width)
             _proven.add(kind)

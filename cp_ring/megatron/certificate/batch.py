@@ -62,9 +62,7 @@ class Batch:
 
             masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
             rules = [declared_rule(mask) for mask in masks]
-            packed = DocumentParams.carry(
-                DeclaredMask.of_rows(masks, ring.layout, cp, ring.windows)
-            )
+            packed = DocumentParams.carry(DeclaredMask.of_rows(masks, cp, ring.split))
         else:
             unit = 1
             if kind.mask == "packed" and not ring.whole_rows:
@@ -78,7 +76,7 @@ class Batch:
             rules = [document_rule(n, of_row) for of_row in spans.tolist()]
             if kind.mask == "documents":
                 offsets = np.unique(edges + n * np.arange(len(edges))[:, None])
-                in_rows = Documents.in_rows(offsets, len(edges), ring.layout, cp, ring.windows)
+                in_rows = Documents.in_rows(offsets, len(edges), cp, ring.split)
                 packed = DocumentParams.carry(in_rows)
             elif kind.mask == "packed":
                 real = np.append(0, np.cumsum(ends - edges[:, :-1]))

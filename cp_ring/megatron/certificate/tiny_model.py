@@ -170,15 +170,6 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
-def uncovered(args: argparse.Namespace) -> str:
-    """Return why no tiny model can be made from these flags, or ""."""
-    if hasattr(args, "transformer_config") and args.build is None:
-        return "a program that does not call cp_ring.megatron.certify"
-    if isinstance(transformer_config(args).window_size, int):
-        return "layers whose core attention class sets their window"
-    return ""
-
-
 def own_device() -> torch.device:
     """Return the device of this rank."""
     return (
