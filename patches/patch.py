@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError, one_line
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.compat import megatron_version
-from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME

@@ -73,7 +73,7 @@ def test_a_batch_is_split_with_its_mask(layout, given):
     assert positions.gather(1, order)[0].tolist() == GROUP.positions.tolist()
     assert positions.gather(1, order)[1].tolist() == list(range(16))
     for rank, part in enumerate(parts):
-        declared = documents_of(part["packed_seq_params"], 16, 2)
+        declared = documents_of(part["packed_seq_params"], (1, 16), 2)
         assert np.array_equal(declared.mask().dense(), Mask.batch([GROUP, Mask.causal(16)]).dense())
         assert torch.equal(declared.positions(rank).T, part["position_ids"])
         assert torch.equal(declared.places(rank).T + torch.tensor([[0], [16]]), part["tokens"])
@@ -211,7 +211,7 @@ def test_packed_documents_are_split_one_by_one():
         ValueError,
         match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4",
     ):
-        documents_of(declared, 4, 2)
+        documents_of(declared, (1, 4), 2)
 
 
 # Training

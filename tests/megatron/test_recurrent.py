@@ -104,7 +104,7 @@ NANO = {"hybrid_layer_pattern": "M*-", "mamba_num_heads": 64, "mamba_head_dim": 
 @pytest.mark.parametrize(("model", "share"), [(QWEN_NEXT, 8), (NANO, 20)])
 def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
     """Of Qwen3-Next and Nemotron 3 Nano, with the halo of the convolution."""
-    from cp_ring.megatron.flags.asked import Asked
+    from cp_ring.megatron.adapter.asked import Asked
     from cp_ring.megatron.flags.recurrent_choice import choose, mixers
 
     asked = Asked(argparse.Namespace(num_layers=4, **SIZES, **model))

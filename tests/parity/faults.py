@@ -49,7 +49,7 @@ def _window_widened(make_plan, mask, n, cp, window, *rest):
     return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), *rest)
 
 
-def _window_everywhere(has_window, config, layer_number):
+def _window_everywhere(has_window, *which):
     return True
 
 
@@ -147,13 +147,10 @@ def _roll_across(last, documents):
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
-def _in_another_layout(without_documents, batch, n, cp, ring):
+def _in_another_layout(documents_of, packed, shape, cp, ring):
     """Batch rows as another layout would split them."""
-    from cp_ring.megatron.adapter.config import Split
-    from cp_ring.megatron.adapter.documents import Documents
-
-    other = Split("contiguous" if ring.layout == "zigzag" else "zigzag")
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, cp, other)
+    other = "contiguous" if ring.layout == "zigzag" else "zigzag"
+    return documents_of(packed, shape, cp, dataclasses.replace(ring, layout=other))
 
 
 def _across_documents(starts, carried):
@@ -228,7 +225,7 @@ FAULTS = {
     "boundary shifted by one": at("cp_ring.megatron.adapter.documents.Documents.mask", _shifted),
     "documents merged": at("cp_ring.megatron.adapter.documents.Documents.mask", _merged),
     "state in the order of another layout": at(
-        "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
+        "cp_ring.megatron.adapter.recurrent.documents_of", _in_another_layout
     ),
     "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
@@ -250,7 +247,9 @@ FAULTS = {
     "one position in all sections": at("cp_ring.megatron.gpt._mrope_positions", _one_section),
     "mask widened": at("cp_ring.megatron.adapter.planned.make_plan", _mask_widened),
     "window widened": at("cp_ring.megatron.adapter.planned.make_plan", _window_widened),
-    "window on every layer": at("cp_ring.megatron.adapter.compat.has_window", _window_everywhere),
+    "window on every layer": at(
+        "cp_ring.megatron.adapter.planned.is_layer_window_attention", _window_everywhere
+    ),
     "sink dropped": at("cp_ring.megatron.adapter.attention.Inputs", _sink_dropped),
     "sink gradient dropped": at(
         "cp_ring.megatron.adapter.attention.Inputs", _sink_gradient_dropped

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, override
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch._compile import _disable_dynamo
 
 from cp_ring.attention import attention_of
@@ -244,9 +246,10 @@ class RingDotProductAttention(PlannedAttention):
         """
         if not WIRES[self.wire].latent:
             return None
-        from cp_ring.megatron.adapter.latent_tap import make_tap
+        from cp_ring.megatron.adapter import latent_tap
 
-        return make_tap(self.config, self.spec.ulysses, self.ring, self.tp_group)
+        latent_tap.check_latent(self.config, self.spec.ulysses, self.ring)
+        return latent_tap.LatentTap(self.tp_group)
 
     def _make_softmax_offset(self) -> None:
         """Set `softmax_offset` [h] to None, a constant, or a parameter."""
@@ -268,7 +271,7 @@ class RingDotProductAttention(PlannedAttention):
         offset = offset.narrow(0, self.tp_group.rank() * heads, heads).clone()
         self.softmax_offset = torch.nn.Parameter(offset)
         # Each tensor-parallel rank has other heads: the gradient norm must count them all.
-        compat.mark_tensor_parallel(self.softmax_offset, dim=0)
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, dim=0, stride=1)
 
     def sharded_state_dict(
         self,
@@ -284,9 +287,16 @@ class RingDotProductAttention(PlannedAttention):
         state = self.state_dict(prefix="", keep_vars=True)
         if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
             state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
-        return compat.sharded_tensors(
-            state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata
+        group = (metadata or {}).get("dp_cp_group")  # else both groups are Megatron's global ones
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=group and self.tp_group,
+            dp_cp_group=group,
         )
+        return sharded
 
 
 def number_predictions(prediction: Any) -> None:

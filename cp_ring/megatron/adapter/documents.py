@@ -168,17 +168,21 @@ def without_whole_rows(packed: Any, n: int) -> Any:
 
 
 def documents_of(
-    packed: Any, tokens: int, cp: int, ring: RingConfig = RingConfig()
+    packed: Any, shape: tuple[int, int], cp: int, ring: RingConfig = RingConfig()
 ) -> MicrobatchMask:
-    """Return the documents, or the declared mask, that `packed` (packed_seq_params) describes now.
+    """Return the documents, or the declared mask, that `packed` (packed_seq_params) describes now;
+    for None, batch rows that are one document each.
 
-    tokens: the number of tokens that this rank holds.
-    ring: says how documents in thd are split; others carry their split.
+    shape: the numbers of batch rows and of tokens of each that this rank holds.
+    ring: how rows and documents in thd are split; others carry their split.
 
     Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. If
     `packed` is reused with other offsets, filled in place or replaced, it gives other documents.
-    Raises `ConfigError` if `tokens` contradicts `packed`.
+    Raises `ConfigError` if the tokens contradict `packed`.
     """
+    batch, tokens = shape[0], shape[0] * shape[1]
+    if packed is None:
+        return Documents.in_rows(np.arange(batch + 1) * shape[1] * cp, batch, cp, ring.split)
     if not isinstance(packed, DocumentParams):
         return Documents.in_thd(packed, tokens, cp, ring)
     documents = packed.documents
@@ -193,13 +197,6 @@ def documents_of(
             f"{documents.layout.cp} ranks, the tensors hold {tokens} on each of {cp}"
         )
     return documents
-
-
-def without_documents(batch: int, n: int, cp: int, ring: RingConfig = RingConfig()) -> Documents:
-    """Return the `Documents` of batch rows of `n` tokens that are one document each, split by the
-    layout of `ring`.
-    """
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, cp, ring.split)
 
 
 @cached(maxsize=16)

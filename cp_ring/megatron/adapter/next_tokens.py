@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.documents import (
-    documents_of,
-    group_of_microbatch,
-    without_documents,
-)
+from cp_ring.megatron.adapter.documents import documents_of, group_of_microbatch
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.sharding import unshard
 
@@ -65,10 +61,7 @@ def roll_in_documents(
         )
     group = group_of_microbatch(packed_seq_params, cp_group)
     cp, n = group.size(), tensor.shape[-1]
-    if packed_seq_params is None:
-        documents: Any = without_documents(tensor.numel() // n, n * cp, cp, in_force())
-    else:
-        documents = documents_of(packed_seq_params, tensor.numel(), cp, in_force())
+    documents = documents_of(packed_seq_params, (tensor.numel() // n, n), cp, in_force())
     whole = tensor.reshape(-1)
     if cp > 1:
         whole = unshard(whole, documents.layout, group, 0)

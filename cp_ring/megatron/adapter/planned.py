@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
@@ -112,7 +113,7 @@ class PlannedAttention(MegatronModule):
                     "to the model on every pipeline stage"
                 )
             return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
-        documents = documents_of(packed_seq_params, tokens * batch, cp, self.ring)
+        documents = documents_of(packed_seq_params, (batch, tokens), cp, self.ring)
         with timing.waiting_for_plan():
             return documents.rank_plan(
                 group.rank(), self.window, mask == "causal", self._spec_of(group)
@@ -214,6 +215,6 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
             f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
             f"{layer_number}: give one entry for each layer"
         )
-    if not compat.has_window(config, layer_number):
-        return -1, -1
-    return int(window[0]), int(window[1])
+    if is_layer_window_attention(window, frequency, layer_number):
+        return int(window[0]), int(window[1])
+    return -1, -1

@@ -19,9 +19,8 @@ from cp_ring.megatron.adapter.documents import (
     Documents,
     documents_of,
     thd_params,
-    without_documents,
 )
-from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
 from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
 from cp_ring.plan.mask import Mask
@@ -82,9 +81,8 @@ class Batch:
                 real = np.append(0, np.cumsum(ends - edges[:, :-1]))
                 both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
                 packed = thd_params(*both)
-        split: MicrobatchMask = without_documents(1, n, cp, ring)
-        if packed is not None:
-            split = documents_of(packed, n * len(rules) // cp, cp, ring)
+        batch_rows = 1 if packed is None else len(rules)
+        split = documents_of(packed, (batch_rows, n // cp), cp, ring)
         positions = [split.places(rank).T.expand(len(rules), -1) for rank in range(cp)]
         return cls(kind, rules, masks, packed, positions)
 
