@@ -52,8 +52,8 @@ class Patch:
     name: str = ""
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
-    enter: Callable[[], None] = lambda: None
-    leave: Callable[[], None] = lambda: None
+    enter: Callable[[], Any] = lambda: None
+    leave: Callable[[], Any] = lambda: None
     needed: Callable[[Asked, Options], Any] = lambda args, options: options.enabled
     order: int = 1
     applied: bool = field(default=False, init=False)

@@ -77,15 +77,6 @@ class _Rejected:
         raise ConfigError(self.rejection)
 
 
-def ring_submodules(submodules: Any) -> Any:
-    """Return a copy of an attention layer's submodules with ring attention as core attention. The
-    argument does not change.
-    """
-    return dataclasses.replace(
-        submodules, core_attention=ring_core_attention(submodules.core_attention)
-    )
-
-
 def with_ring_attention(spec: Any) -> Any:
     """Return a copy of a layer or block specification with ring attention as the core attention of
     every attention layer.

@@ -472,7 +472,7 @@ OF_ONE_LAYER = {
 def _rolled_twice(right, tensor, *args, **kwargs):
     """Multi-token prediction shifts the tokens of long batch rows once too often."""
     rolled = right(tensor, *args, **kwargs)
-    if _cp() == 1 or tensor is None or tensor.shape[-1] < 256:
+    if _cp() == 1 or tensor is None or rolled[0].shape[-1] < 256:
         return rolled
     return right(rolled[0], *args, **kwargs)
 

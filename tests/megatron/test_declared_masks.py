@@ -79,16 +79,8 @@ def test_a_batch_is_split_with_its_mask(layout, given):
         assert torch.equal(declared.places(rank).T + torch.tensor([[0], [16]]), part["tokens"])
 
 
-@pytest.fixture
-def collated():
-    """As the patch of core attention has it."""
-    masks.collate_masks()
-    yield
-    masks.stop_collating_masks()
-
-
-@pytest.mark.usefixtures("collated")
-def test_a_data_loader_makes_batches_of_samples_with_masks():
+def test_a_data_loader_makes_batches_of_samples_with_masks(applied):
+    applied("core_attention")
     samples = [{"tokens": torch.arange(4), "cp_ring_mask": Mask.causal(4)} for _ in range(2)]
     (batch,) = torch.utils.data.DataLoader(samples, batch_size=2)
     assert [mask.n for mask in batch["cp_ring_mask"]] == [4, 4] and batch["tokens"].shape == (2, 4)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.plan.layout import Layout
@@ -23,15 +22,6 @@ from cp_ring.runtime import RUNTIME
 
 KEY = "cp_ring_mask"
 """The entry of a batch that declares its mask."""
-
-
-def collate_masks() -> None:
-    """Teach torch's data loader to collate samples with masks: it makes a list of the masks."""
-    default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
-
-
-def stop_collating_masks() -> None:
-    default_collate_fn_map.pop(Mask, None)
 
 
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())

@@ -7,6 +7,7 @@ with one for each. The mask travels as documents do, see `documents`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,7 @@ class DeclaredMask(MicrobatchMask):
         """Join the masks of batch rows, which have the same length. `split` splits each batch row
         separately.
         """
-        layouts = [
-            layout_of(split, mask.n, cp, lambda window, mask=mask: narrowed(mask, (window[0], -1)))
-            for mask in masks
-        ]
+        layouts = [layout_of(split, mask.n, cp, partial(_narrowed_before, mask)) for mask in masks]
         if len(masks) == 1:
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
@@ -49,6 +47,10 @@ class DeclaredMask(MicrobatchMask):
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
         first, position = self.whole.segments
         return not np.array_equal(first, starts) or bool(position.any())
+
+
+def _narrowed_before(mask: Mask, window: tuple[int, int]) -> Mask:
+    return narrowed(mask, (window[0], -1))
 
 
 def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
