@@ -1,6 +1,5 @@
 """Workers of a data loader make the plans of packed microbatches, and training finds them."""
 
-import re
 import shlex
 
 import numpy as np
@@ -13,7 +12,8 @@ from cp_ring.megatron import batches, settings
 from cp_ring.megatron.adapter import ahead, microbatch_mask
 from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
-from tests.megatron.launch import TINY, launch
+from tests.megatron import counted_plans
+from tests.megatron.launch import TINY, fork, trace
 
 N, CP, RANK = 256, 4, 1
 LAYER = ahead.LayerPlan(CP, RANK, (31, 0), True, PlanSpec())
@@ -99,19 +99,19 @@ def test_what_never_trains_does_not_pile_up():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_job_makes_no_plan_itself_and_trains_the_same(tp):
+def test_a_job_makes_no_plan_itself_and_trains_the_same(tmp_path, tp):
     flags = shlex.split(f"""
         --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size {tp}
-        --cp-ring-document-mask --cp-ring-layout balanced --no-cp-ring-certify
-        --calculate-per-token-loss --train-iters 4 --log-interval 1
+        --cp-ring-document-mask --cp-ring-layout balanced --train-iters 4
     """)
-    outputs = []
+    outputs, losses = [], []
     for workers in ("0", "2"):
-        command = ["-m", "tests.megatron.counted_plans", *TINY, *flags, "--num-workers", workers]
-        done = launch(2 * tp, command)
-        assert not done.returncode, done.stdout[-3000:]
-        outputs.append(done.stdout)
-    losses = [re.findall(r"lm loss: (\S+)", output) for output in outputs]
+        log = tmp_path / workers
+        argv = [*TINY, *flags, "--num-workers", workers]
+        job = {"name": f"workers{workers}", "argv": argv, "fault": "", "data": ""}
+        assert not fork(2 * tp, (job, tmp_path, log), target=counted_plans.rank), log.read_text()
+        outputs.append(log.read_text())
+        losses.append([step["loss"] for step in trace(tmp_path, job["name"]).values()])
     assert len(losses[0]) == 4 and losses[0] == losses[1]
     made = [output.count("<a plan made in training>") for output in outputs]
     assert made[0] >= 2 * tp * 4 and not made[1]
