@@ -166,7 +166,7 @@ def _anew_too_late(starts, carried):
 
 def _averaged_by_rank(loss_function, loss_mask, losses, **more):
     loss, tokens, report = loss_function(loss_mask, losses, **more)
-    return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
+    return loss / loss_mask.sum().clamp(min=1), torch.ones_like(tokens), report
 
 
 def _of_the_rank(average, outputs, group, divide):
