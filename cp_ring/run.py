@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from cp_ring import patches
@@ -46,11 +47,12 @@ def main() -> None:
         return
     with rejecting(), progress.told():
         config = install(sys.argv[1:])
-        if config.enabled or config.cpu:
-            with ending_soon(script.name):
-                _run_patched(script, config)
-        else:
+        patched = config.enabled or config.cpu
+        with ending_soon(script.name) if patched else nullcontext():
             _check_batches(script, config)
+            if patched:
+                signals.keep_warnings(sys.argv)
+                log_steps()
             runpy.run_path(str(script), run_name="__main__")
 
 
@@ -63,14 +65,6 @@ def _show_help(script: Path) -> None:
     # without a supported Megatron, the script's help is shown unchanged
     if not arguments.rejection():
         arguments.apply()
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def _run_patched(script: Path, config: Options) -> None:
-    """Run the script with the patches in force."""
-    signals.keep_warnings(sys.argv)
-    _check_batches(script, config)
-    log_steps()
     runpy.run_path(str(script), run_name="__main__")
 
 

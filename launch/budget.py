@@ -64,23 +64,23 @@ ROOMS = (
     room("recurrent layers", 5_500, 5_510, "cp_ring/recurrent"),
     room("observation", 4_500, 4_520, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 9_770, "cp_ring/integrations cp_ring/testing"),
-    room("adapter", 11_000, 17_150, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
+    room("adapter", 11_000, 16_160, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
         cp_ring/megatron/wrapping.py"""),
-    room("data", 10_500, 8_240, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
-    room("flags", 7_000, 7_000, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
-    room("how a job ends", 1_200, 1_030, """cp_ring/megatron/ending.py
+    room("data", 10_500, 7_910, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
+    room("flags", 7_000, 6_860, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("how a job ends", 1_200, 1_020, """cp_ring/megatron/ending.py
         cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
-    room("training", 8_000, 7_240, """cp_ring/run.py cp_ring/pretrain_gpt.py
+    room("training", 8_000, 7_130, """cp_ring/run.py cp_ring/pretrain_gpt.py
         cp_ring/megatron/__init__.py cp_ring/megatron/compat.py cp_ring/megatron/gpt.py
         cp_ring/megatron/gpt_model.py cp_ring/megatron/loss_chunks.py
         cp_ring/megatron/program.py
         cp_ring/megatron/step_timing.py cp_ring/megatron/training_log.py
         cp_ring/megatron/validation.py"""),
-    room("options and choices", 4_000, 2_470, """cp_ring/megatron/option_values.py
+    room("options and choices", 4_000, 2_460, """cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 760, "cp_ring/megatron/newest_checkpoint.py"),
-    room("certificate", 15_500, 17_540, "cp_ring/megatron/certificate"),
-    room("patches", 10_000, 11_060, "patches"),
+    room("certificate", 15_500, 17_310, "cp_ring/megatron/certificate"),
+    room("patches", 10_000, 11_010, "patches"),
     room("train", 3_500, 3_720, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_480, "cp_ring/tools/corpus.py"),

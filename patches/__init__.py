@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch
 from cp_ring.runtime import RUNTIME

@@ -8,14 +8,18 @@ moment they are imported. So the class is replaced where layers are built: in th
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data._utils.collate import default_collate_fn_map
+
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.wrapping import Function, around, replaced
 from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.plan.mask import Mask
 
 
 def _replacements() -> Iterator[Replacement]:
@@ -85,13 +89,13 @@ def _with_ring(
 ) -> None:
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-    from cp_ring.megatron.specs import ring_submodules
+    from cp_ring.megatron.specs import ring_core_attention
 
     # sparse attention has its own context parallelism
-    sparse = type(self).__name__ == "AbsorbedMLASelfAttention"
-    constructor(
-        self, config, submodules if sparse else ring_submodules(submodules), *args, **kwargs
-    )
+    if type(self).__name__ != "AbsorbedMLASelfAttention":
+        core = ring_core_attention(submodules.core_attention)
+        submodules = dataclasses.replace(submodules, core_attention=core)
+    constructor(self, config, submodules, *args, **kwargs)
     if isinstance(self, MultiLatentAttention):
         from cp_ring.megatron.adapter import latent_tap
 
@@ -140,16 +144,9 @@ def _of_whole_images(
     constructor(self, config, *args, **kwargs)
 
 
-def _enter() -> None:
-    from cp_ring.megatron.adapter.microbatch_mask import collate_masks
-
-    collate_masks()
-
-
-def _leave() -> None:
-    from cp_ring.megatron.adapter.microbatch_mask import stop_collating_masks
-
-    stop_collating_masks()
+def _collate_masks() -> None:
+    """Let torch's data loader collate samples with masks: it makes a list of the masks."""
+    default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
 
 
 PATCH = Patch(
@@ -161,6 +158,6 @@ PATCH = Patch(
     "each; Megatron splits the rotary embeddings of packed documents over all "
     "context-parallel ranks",
     replacements=_replacements,
-    enter=_enter,
-    leave=_leave,
+    enter=_collate_masks,
+    leave=lambda: default_collate_fn_map.pop(Mask, None),
 )

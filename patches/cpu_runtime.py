@@ -119,10 +119,6 @@ def _counts_of_experts(tensor: Any, as_numpy: bool = False, record_stream: bool 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
 def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     # a checkpoint written on a GPU holds a state of another size
     if state.numel() == torch.get_rng_state().numel():
@@ -184,7 +180,7 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
     "set_device synchronize empty_cache set_stream ipc_collect reset_peak_memory_stats": _nothing,
 }
 _RANDOM = {
-    "get_rng_state": _get_rng_state,
+    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
     "set_rng_state": _set_rng_state,
     "manual_seed": _manual_seed,
 }

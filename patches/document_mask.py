@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function, arguments_of, around
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -18,14 +18,13 @@ def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> 
     from cp_ring.megatron.adapter.documents import DocumentParams
     from cp_ring.megatron.adapter.rotary import positions_in_force, tokens_of
 
-    documents = [value for value in (*args, *kwargs.values()) if isinstance(value, DocumentParams)]
-    args = tuple(None if isinstance(value, DocumentParams) else value for value in args)
-    kwargs = {
-        name: None if isinstance(value, DocumentParams) else value for name, value in kwargs.items()
-    }
-    selected = tokens_of(documents[0], self.pg_collection.cp) if documents else None
+    inputs = arguments_of(make, self, *args, **kwargs)
+    packed, selected = inputs.get("packed_seq_params"), None
+    if isinstance(packed, DocumentParams):
+        selected = tokens_of(packed, self.pg_collection.cp)
+        inputs["packed_seq_params"] = None
     with positions_in_force(selected):
-        return make(self, *args, **kwargs)
+        return make(**inputs)
 
 
 def _replacements() -> Iterator[Replacement]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.compat import check_version, development
-from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import configure, current, flags

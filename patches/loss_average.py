@@ -22,6 +22,7 @@ import torch.distributed as dist
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.notes import note
+from cp_ring.megatron.compat import unwrapped
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.patches.patch import Patch, Replacement
 
@@ -110,9 +111,7 @@ def _divided(outputs: tuple[Any, Any], output: Any, group: Any, config: Any) -> 
 
 def _group_of(model: Any) -> Any:
     """Return the context-parallel group of a model, which may be wrapped."""
-    while not hasattr(model, "pg_collection") and hasattr(model, "module"):
-        model = model.module
-    return compat.group_of(getattr(model, "pg_collection", None), "cp")
+    return compat.group_of(getattr(unwrapped(model), "pg_collection", None), "cp")
 
 
 def _sum_of_pair(value: Any, group: Any) -> Any:

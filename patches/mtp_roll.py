@@ -17,10 +17,10 @@ def _replacements() -> Iterator[Replacement]:
 
     from cp_ring.megatron.adapter import next_tokens
 
+    if "tensors" in inspect.signature(module.roll_tensor).parameters:
+        raise ImportError("multi-token prediction of Megatron's development branch is not known")
     modules = loaded_modules("megatron.core")
-    several = "tensors" in inspect.signature(module.roll_tensor).parameters
-    roll = next_tokens.roll_several if several else next_tokens.roll_in_documents
-    yield from replace_everywhere(modules, "roll_tensor", roll)
+    yield from replace_everywhere(modules, "roll_tensor", next_tokens.roll_in_documents)
     process = next_tokens.with_all_tokens(module.process_mtp_loss)
     yield from replace_everywhere(modules, "process_mtp_loss", process)
 

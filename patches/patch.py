@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cp_ring.errors import ConfigError, one_line
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.compat import megatron_version
-from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
@@ -52,8 +52,8 @@ class Patch:
     name: str = ""
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
-    enter: Callable[[], None] = lambda: None
-    leave: Callable[[], None] = lambda: None
+    enter: Callable[[], Any] = lambda: None
+    leave: Callable[[], Any] = lambda: None
     needed: Callable[[Asked, Options], Any] = lambda args, options: options.enabled
     order: int = 1
     applied: bool = field(default=False, init=False)

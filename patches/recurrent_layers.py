@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.megatron.flags.recurrent_choice import LINEAR_HEADS
 from cp_ring.megatron.options import Options
@@ -33,15 +33,15 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.adapter import recurrent
 
     package: Any = recurrent.gated_delta_nets
-    forwards = {
+    kinds = {
         recurrent.mamba_mixer.MambaMixer: recurrent.mamba,
         package.GatedDeltaNet: recurrent.gated_delta_net,
         getattr(package, "GatedDeltaNet2", None): recurrent.gated_delta_net,
     }
-    for layer, forward in forwards.items():
+    for layer, train in kinds.items():
         if layer is not None:
             yield layer, "__init__", recurrent.built(_without_type(layer.__init__))
-            yield layer, "forward", forward(layer.forward)
+            yield layer, "forward", recurrent.training_by(train)(layer.forward)
     yield TransformerConfig, "__post_init__", _of_any_heads(TransformerConfig.__post_init__)
     layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)
     yield from replace_everywhere(loaded_modules("megatron"), layers.__name__, layers)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.plans import make_layout
+from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.wrapping import Function, arguments_of, around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
@@ -31,7 +31,7 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
     ring = in_force()
     if ring.by_microbatch:
         return pos_emb
-    layout = make_layout(ring.layout, pos_emb.shape[seq_dim], cp_group.size(), ring.windows)
+    layout = layout_of(ring.split, pos_emb.shape[seq_dim], cp_group.size())
     return layout.shard(pos_emb, cp_group.rank(), seq_dim)
 
 

@@ -95,7 +95,7 @@ import argparse, statistics
 import cp_ring, cp_ring.patches
 from cp_ring import ConfigError, Options
 from cp_ring.megatron.flags import resolve
-from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.tools.job import SECTIONS
 
 assert cp_ring.__file__.startswith(ROOT)

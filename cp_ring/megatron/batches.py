@@ -275,4 +275,4 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
     check_length(n, cp)
     ids = batch["position_ids"]
     ring, rows = in_force(), ids.shape[-2]
-    return Documents.in_rows(boundaries(ids.cpu()), rows, ring.layout, cp, ring.windows)
+    return Documents.in_rows(boundaries(ids.cpu()), rows, cp, ring.split)

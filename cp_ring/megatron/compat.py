@@ -150,15 +150,8 @@ def takes(model: Any, name: str) -> bool:
     return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
-def tokenizer(args: argparse.Namespace) -> Any:
-    """Return the tokenizer that the flags name."""
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-    return build_tokenizer(args)
-
-
 def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
-    """Call Megatron's training loop for the GPT model of the command line.
+    """Call Megatron's training loop for the model of the command line.
 
     datasets: returns the training, validation and test data sets.
     forward_step: runs one microbatch.
@@ -167,39 +160,23 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments
 
+    from cp_ring.megatron import gpt_model
+
     wanted: dict[str, Any] = {
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
     }
     args = arguments.parse_and_validate_args()
-    model: list[Any] = []
-    if not hasattr(argument_utils, "gpt_config_from_args"):
-        from cp_ring.megatron import gpt_model  # this version expects it from the script
-
-        wanted["model_provider"] = gpt_model.build
-    elif getattr(args, "hybrid_layer_pattern", None) is not None:
-        model = [argument_utils.hybrid_config_from_args(args)]
+    described = []
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        described = [gpt_model.described(args)]
     else:
-        model = [argument_utils.gpt_config_from_args(args)]
-    training.pretrain(
-        argument_utils.pretrain_cfg_container_from_args(args, *model), datasets, **wanted
-    )
+        wanted["model_provider"] = gpt_model.build  # this version expects it from the script
+    container = argument_utils.pretrain_cfg_container_from_args(args, *described)
+    training.pretrain(container, datasets, **wanted)
 
 
 def steps_done() -> int:
     """Return the number of steps that this process has trained."""
     now = arguments()
     return max(0, getattr(now, "curr_iteration", 0) - getattr(now, "iteration", 0))
-
-
-def start() -> argparse.Namespace:
-    """Parse the command line and set up Megatron's parallel groups, as its training loop does
-    before it builds a model.
-    """
-    import megatron.training as training
-    from megatron.training import arguments
-
-    arguments.parse_and_validate_args()
-    training.initialize.initialize_megatron()
-    args: argparse.Namespace = training.get_args()
-    return args

@@ -16,6 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -143,9 +144,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     entry = batch.pop(extra)
     if extra == "cu_seqlens":
         rows, ring = int(entry[-1]) // get_args().seq_length, in_force()
-        carried: MicrobatchMask = Documents.in_rows(
-            entry.numpy(), rows, ring.layout, cp, ring.windows
-        )
+        carried: MicrobatchMask = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
     else:
         declared = declare(entry, len(entry), entry[0].n, cp)
         batch, carried = with_positions(batch, declared), declared
@@ -270,7 +269,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "blend_per_split": blend_per_split,
         "split": args.split,
         "path_to_cache": args.data_cache_path,
-        "tokenizer": compat.tokenizer(args),
+        "tokenizer": build_tokenizer(args),
         "create_attention_mask": False,
         "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
         "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),

@@ -1,5 +1,5 @@
-"""Builds the GPT or hybrid model of the flags for megatron-core 0.18, whose training loop expects
-the script to build it.
+"""Builds the GPT or hybrid model of the flags. Megatron-core 0.18 has no description of a GPT
+model, and its training loop expects the script to build it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import import_module
-from megatron.training import get_args
-from megatron.training.argument_utils import hybrid_config_from_args
+from megatron.training import argument_utils, get_args
 from megatron.training.arguments import core_transformer_config_from_args
+
+
+def described(args: argparse.Namespace, config: Any = None) -> Any:
+    """Return Megatron's description of the model of the flags; None for a GPT model before 0.19.
+
+    config: the `TransformerConfig`; by default the one of the flags.
+    """
+    hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+    name = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"
+    make = getattr(argument_utils, name, None)
+    return make and make(args, config)
 
 
 def build(
@@ -28,10 +38,8 @@ def build(
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    if getattr(args, "hybrid_layer_pattern", None) or getattr(
-        args, "hybrid_override_pattern", None
-    ):
-        model = hybrid_config_from_args(args, config)
+    model = described(args, config)
+    if model is not None:
         return model.get_builder_cls()(model).build_model(
             pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
             pre_process=pre_process,

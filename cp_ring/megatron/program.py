@@ -79,8 +79,6 @@ def arguments_of(config: Any) -> argparse.Namespace:
         # the configuration has already filled in its number of key/value heads
         "group_query_attention": True,
         "position_embedding_type": "rope",
-        # core attention classes that set their layer's window read one number
-        "window_size": None if isinstance(config.window_size, int) else config.window_size,
         "reset_attention_mask": False,
         "world_size": torch.distributed.get_world_size()
         if torch.distributed.is_initialized()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +28,14 @@ try:
 except ImportError:
     TEDotProductAttention = None
 
-_REPLACED = {DotProductAttention, TEDotProductAttention, RingDotProductAttention} - {None}
-_OF_CLASSES = {"__module__", "__doc__", "__init__", "__firstlineno__", "__static_attributes__"}
+_REPLACED = {DotProductAttention, TEDotProductAttention} - {None}
 
 
 def ring_core_attention(core_attention: Any) -> Any:
     """Return `RingDotProductAttention` in place of a stock core attention, given as a class,
     `ModuleSpec` or `functools.partial`.
 
-    A class derived from a stock one that only adds a constructor is replaced too: ring attention
-    gets the arguments that its constructor passes to the stock class. Raises `ConfigError` that
-    names any other core attention.
+    Raises `ConfigError` that names any other core attention.
     """
     if isinstance(core_attention, ModuleSpec):
         return dataclasses.replace(
@@ -53,62 +49,15 @@ def ring_core_attention(core_attention: Any) -> Any:
         )
     if core_attention in _REPLACED:
         return RingDotProductAttention
+    if isinstance(core_attention, type) and issubclass(core_attention, RingDotProductAttention):
+        return core_attention
     if isinstance(core_attention, type) and issubclass(core_attention, _Rejected):
         raise ConfigError(core_attention.rejection)
-    stock = _stock_below(core_attention)
-    if stock is RingDotProductAttention:
-        return core_attention
-    if stock is None:
-        raise _not_replaced(core_attention)
-    return _ring_as_asked(core_attention, stock)
-
-
-def _not_replaced(core_attention: Any) -> ConfigError:
     name = getattr(core_attention, "__name__", repr(core_attention))
-    return ConfigError(
+    raise ConfigError(
         f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}: give "
         "--cp-ring-beneath te in place of --cp-ring, or a stock layer specification"
     )
-
-
-def _stock_below(core_attention: Any) -> Any:
-    """Return the stock class from which a class differs only in its constructors; None if there is
-    none.
-    """
-    for one in getattr(core_attention, "__mro__", ()):
-        if one in _REPLACED:
-            return one
-        if vars(one).keys() - _OF_CLASSES:
-            return None
-    return None
-
-
-def _ring_as_asked(core_attention: Any, stock: Any) -> Any:
-    """Return a class of ring attention that gets the arguments which the constructor of
-    `core_attention` passes to `stock`.
-
-    Raises `ConfigError` if the constructor needs or keeps more than these.
-    """
-    signature = inspect.signature(stock.__init__)
-
-    class Recorder(stock):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.asked = signature.bind(self, *args, **kwargs).arguments
-
-    # its constructor runs between that of the class and that of the stock class
-    recording = type(core_attention.__name__, (core_attention, Recorder), {})
-
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            kept = vars(recording(*args, **kwargs))
-        except AttributeError as error:
-            raise _not_replaced(core_attention) from error
-        asked = dict(kept.pop("asked", ()))
-        if kept or not asked:
-            raise _not_replaced(core_attention)
-        RingDotProductAttention.__init__(self, **dict([*asked.items()][1:]))
-
-    return type(core_attention.__name__, (RingDotProductAttention,), {"__init__": construct})
 
 
 def _ring_or_rejected(core_attention: Any) -> Any:
@@ -126,15 +75,6 @@ class _Rejected:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(self.rejection)
-
-
-def ring_submodules(submodules: Any) -> Any:
-    """Return a copy of an attention layer's submodules with ring attention as core attention. The
-    argument does not change.
-    """
-    return dataclasses.replace(
-        submodules, core_attention=ring_core_attention(submodules.core_attention)
-    )
 
 
 def with_ring_attention(spec: Any) -> Any:

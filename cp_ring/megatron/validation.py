@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.recurrent_choice import LINEAR_HEADS
 from cp_ring.megatron.rejection import megatrons_text
 

@@ -267,7 +267,7 @@ def build_command(job: JobConfig, here: bool = True) -> Command:
 
     Raises `ConfigError` with the reasons, each with its key.
     """
-    from cp_ring.megatron.flags.asked import reject_where
+    from cp_ring.megatron.adapter.asked import reject_where
     from cp_ring.megatron.flags.checks_job import layers
     from cp_ring.megatron.validation import rejection
 

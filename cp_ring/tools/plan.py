@@ -185,8 +185,8 @@ def _changed[T](values: T, **changes: Any) -> T:
 def _of_job(job: str, overrides: list[str] | None) -> Asked:
     """Return what a job plans in its first attention layer."""
     from cp_ring.comm.nodes import node_size
+    from cp_ring.megatron.adapter.asked import Asked as Arguments
     from cp_ring.megatron.adapter.comm_types import spec_of_layer
-    from cp_ring.megatron.flags.asked import Asked as Arguments
     from cp_ring.megatron.flags.layer_pattern import RECURRENT
     from cp_ring.megatron.flags.recurrent_choice import mixers
     from cp_ring.tools.job import load

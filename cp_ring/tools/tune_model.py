@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.adapter.attention_sizes import attention_sizes
-from cp_ring.megatron.flags.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import (
     expert_layers,
     letters_of,

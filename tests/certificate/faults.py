@@ -361,11 +361,11 @@ def _aux_loss_twice(attach, self, activation, coefficient, loss, *args, **kwargs
     return attach(self, activation, coefficient, loss * twice, *args, **kwargs)
 
 
-def _group_permuted(make_plan, mask, n, cp, window, spec, windows):
+def _group_permuted(make_plan, mask, n, cp, window, spec, split):
     """Attention takes the ranks of the group in another order than the batch."""
     from cp_ring import Plan
 
-    right = make_plan(mask, n, cp, window, spec, windows)
+    right = make_plan(mask, n, cp, window, spec, split)
     turned = dataclasses.replace(right.layout, owner=cp - 1 - right.layout.owner)
     return Plan.build(right.mask, turned, spec.route, right.schedule)
 
@@ -472,7 +472,7 @@ OF_ONE_LAYER = {
 def _rolled_twice(right, tensor, *args, **kwargs):
     """Multi-token prediction shifts the tokens of long batch rows once too often."""
     rolled = right(tensor, *args, **kwargs)
-    if _cp() == 1 or tensor is None or tensor.shape[-1] < 256:
+    if _cp() == 1 or tensor is None or rolled[0].shape[-1] < 256:
         return rolled
     return right(rolled[0], *args, **kwargs)
 

@@ -110,7 +110,7 @@ def _step_of(implementation, options, documents=None, **more):
 
 def _packed(documents, ring):
     if ring:
-        rows = Documents.in_rows(np.array(documents), 1, "zigzag", dist.get_world_size())
+        rows = Documents.in_rows(np.array(documents), 1, dist.get_world_size())
         return DocumentParams.carry(rows)
     ends = torch.tensor(documents, dtype=torch.int32, device="cuda")
     longest = int(np.diff(documents).max())

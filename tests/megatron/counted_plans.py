@@ -1,22 +1,26 @@
-"""Runs a module's `main` as `python -m tests.megatron.counted_plans MODULE [its words]`, and tells
-each plan of a microbatch that a training process makes.
-"""
+"""A rank of a job that tells each plan of a microbatch that a training process makes."""
 
-import importlib
-import sys
+import multiprocessing
 
 from torch.utils.data import get_worker_info
 
 from cp_ring.megatron.adapter import microbatch_mask
+from tests.megatron import worker
 
 make = microbatch_mask._make_plan
 
 
 def told(*given):
     if get_worker_info() is None:
-        sys.stdout.write("<a plan made in training>\n")
+        print("<a plan made in training>", flush=True)
     return make(*given)
 
 
-microbatch_mask._make_plan = told
-importlib.import_module(sys.argv.pop(1)).main()
+def run(job, folder):
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
+    microbatch_mask._make_plan = told
+    worker.run(job, folder)
+
+
+def rank(*which):
+    worker.rank(*which, run)

@@ -73,22 +73,14 @@ def test_a_batch_is_split_with_its_mask(layout, given):
     assert positions.gather(1, order)[0].tolist() == GROUP.positions.tolist()
     assert positions.gather(1, order)[1].tolist() == list(range(16))
     for rank, part in enumerate(parts):
-        declared = documents_of(part["packed_seq_params"], 16, 2)
+        declared = documents_of(part["packed_seq_params"], (1, 16), 2)
         assert np.array_equal(declared.mask().dense(), Mask.batch([GROUP, Mask.causal(16)]).dense())
         assert torch.equal(declared.positions(rank).T, part["position_ids"])
         assert torch.equal(declared.places(rank).T + torch.tensor([[0], [16]]), part["tokens"])
 
 
-@pytest.fixture
-def collated():
-    """As the patch of core attention has it."""
-    masks.collate_masks()
-    yield
-    masks.stop_collating_masks()
-
-
-@pytest.mark.usefixtures("collated")
-def test_a_data_loader_makes_batches_of_samples_with_masks():
+def test_a_data_loader_makes_batches_of_samples_with_masks(applied):
+    applied("core_attention")
     samples = [{"tokens": torch.arange(4), "cp_ring_mask": Mask.causal(4)} for _ in range(2)]
     (batch,) = torch.utils.data.DataLoader(samples, batch_size=2)
     assert [mask.n for mask in batch["cp_ring_mask"]] == [4, 4] and batch["tokens"].shape == (2, 4)
@@ -206,12 +198,12 @@ def test_packed_documents_are_split_one_by_one():
     ]:
         with pytest.raises(ValueError, match=message):
             batches.split_batch(whole | wrong, Group(0, 2))
-    declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], "zigzag", 2))
+    declared = DocumentParams.carry(DeclaredMask.of_rows([GROUP], 2))
     with pytest.raises(
         ValueError,
         match="cp_ring_mask: the boundaries are for 16 tokens over 2 ranks, the tensors hold 4",
     ):
-        documents_of(declared, 4, 2)
+        documents_of(declared, (1, 4), 2)
 
 
 # Training

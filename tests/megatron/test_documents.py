@@ -50,7 +50,7 @@ def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
     made = [_get_ltor_masks_and_position_ids(row, 9, True, True, True, True) for row in rows]
     edges = boundaries(torch.stack([positions for _, _, positions in made]))
     assert edges.tolist() == [0, 2, 4, 5, 8, 9, 16]
-    mask = Documents.in_rows(edges, 2, "zigzag", 2).mask().dense()
+    mask = Documents.in_rows(edges, 2, 2).mask().dense()
     for row, (hidden, _, _) in enumerate(made):
         assert (mask[8 * row : 8 * row + 8, 8 * row : 8 * row + 8] == ~hidden[0].numpy()).all()
     assert not mask[8:, :8].any() and not mask[:8, 8:].any()
@@ -95,22 +95,23 @@ def test_packed_sequences_that_contradict_the_tensors_are_rejected_in_one_line(
         for name, value in changes.items()
     }
     with pytest.raises(ConfigError, match=message) as rejection:
-        documents_of(packed(**changes), tokens, 2)
+        documents_of(packed(**changes), (1, tokens), 2)
     assert "\n" not in str(rejection.value)
 
 
 def test_boundaries_are_those_that_came_with_the_microbatch():
-    first = DocumentParams.carry(Documents.in_rows(np.array([0, 10, 32]), 1, "zigzag", 2))
-    second = DocumentParams.carry(Documents.in_rows(np.array([0, 20, 32]), 1, "zigzag", 2))
-    assert documents_of(first, 16, 2).end[0] == 10 and documents_of(second, 16, 2).end[0] == 20
+    first = DocumentParams.carry(Documents.in_rows(np.array([0, 10, 32]), 1, 2))
+    second = DocumentParams.carry(Documents.in_rows(np.array([0, 20, 32]), 1, 2))
+    found = [documents_of(each, (1, 16), 2).whole.segments[0, 1] for each in (first, second)]
+    assert found == [10, 20]
     with pytest.raises(
         ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"
     ):
-        documents_of(first, 8, 2)
+        documents_of(first, (1, 8), 2)
     with pytest.raises(ConfigError, match="no document boundaries"):
-        documents_of(DocumentParams(qkv_format="sbhd"), 16, 2)
+        documents_of(DocumentParams(qkv_format="sbhd"), (1, 16), 2)
     described = packed()
-    assert documents_of(described, 16, 2) is documents_of(described, 16, 2)
+    assert documents_of(described, (1, 16), 2) is documents_of(described, (1, 16), 2)
 
 
 def _fill(params):
@@ -135,11 +136,12 @@ def _replace(params):
 )
 def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
     params = packed()
-    before = documents_of(params, 16, 2)
+    before = documents_of(params, (1, 16), 2)
     before.rank_plan(0)
-    after = documents_of(change(params), 16, 2)
-    assert before.end.tolist() == [5, 9, 25] and after.end.tolist() == [5, 9, 19]
-    assert documents_of(packed(), 16, 2) is before
+    after = documents_of(change(params), (1, 16), 2)
+    ends = [each.whole.pieces.q1.tolist() for each in (before, after)]
+    assert ends == [[5, 9, 25], [5, 9, 19]]
+    assert documents_of(packed(), (1, 16), 2) is before
 
 
 def test_a_stage_without_the_microbatch_says_so(monkeypatch):

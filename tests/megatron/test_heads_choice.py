@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cp_ring.megatron.adapter import heads_choice
+from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.adapter.documents import Documents
 from cp_ring.megatron.adapter.heads_choice import every_choice, with_choice
 from cp_ring.megatron.flags.resolve import _with_named_type
@@ -71,7 +72,7 @@ def test_each_microbatch_has_its_own(monkeypatch):
     monkeypatch.setattr(heads_choice, "Conditions", partial(Conditions, rates=rates))
     found = []
     for offsets in ([0, 4096], [0, 1024, 2048, 3072, 4096]):
-        documents = Documents.in_rows(np.array(offsets), 1, "contiguous", 4)
+        documents = Documents.in_rows(np.array(offsets), 1, 4, Split("contiguous"))
         plans = [documents.rank_plan(rank, spec=choice()) for rank in range(4)]
         assert len({each.ulysses for each in plans}) == 1
         assert len({each.digest for each in plans}) == 1

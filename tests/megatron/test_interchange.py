@@ -63,11 +63,10 @@ class LikeTransformerEngine(torch.nn.Module):
         assert state.numel() == 0
 
     def sharded_state_dict(self, prefix, metadata):
-        from cp_ring.megatron.adapter import compat
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        split = {"softmax_offset": 0}
-        return compat.sharded_tensors(
-            self.state_dict(keep_vars=True), prefix, split, (), None, metadata
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, **metadata
         )
 
 

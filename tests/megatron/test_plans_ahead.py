@@ -1,6 +1,5 @@
 """Workers of a data loader make the plans of packed microbatches, and training finds them."""
 
-import re
 import shlex
 
 import numpy as np
@@ -13,9 +12,9 @@ from cp_ring.megatron import batches, settings
 from cp_ring.megatron.adapter import ahead, microbatch_mask
 from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
-from tests.megatron import packing_script
+from tests.megatron import counted_plans, packing_script
 from tests.megatron.documents import data, write
-from tests.megatron.launch import MODEL, TRAIN, launch
+from tests.megatron.launch import MODEL, TINY, TRAIN, fork, trace
 
 N, CP, RANK = 256, 4, 1
 LAYER = ahead.LayerPlan(CP, RANK, (31, 0), True, PlanSpec())
@@ -100,27 +99,28 @@ def test_what_never_trains_does_not_pile_up():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("entry", ["cp_ring.pretrain_gpt", "a script"])
-def test_a_job_makes_no_plan_itself_and_trains_the_same(tmp_path, entry):
+@pytest.mark.parametrize("script", [False, True])
+def test_a_job_makes_no_plan_itself_and_trains_the_same(tmp_path, script):
     flags = shlex.split("""
         --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size 2
-        --cp-ring-layout balanced --no-cp-ring-certify --global-batch-size 1
-        --calculate-per-token-loss --train-iters 3 --log-interval 1 --eod-mask-loss
+        --cp-ring-layout balanced --train-iters 4 --calculate-per-token-loss --eod-mask-loss
     """)
-    words, documents = [entry], "--cp-ring-document-mask"
-    if entry == "a script":
-        words = ["cp_ring.run", packing_script.__file__]
-        documents = "--dataloader-inter-document-masking"
-    words += [*MODEL, *TRAIN, *data(write(tmp_path / "data")), *flags, documents]
-    outputs = []
+    if script:
+        corpus = data(write(tmp_path / "corpus"))
+        flags = [*flags, "--dataloader-inter-document-masking", *corpus]
+        words = [packing_script.__file__, *MODEL, *TRAIN, *flags]
+    else:
+        words = [*TINY, *flags, "--cp-ring-document-mask"]
+    outputs, losses = [], []
     for workers in ("0", "2"):
-        command = ["-m", "tests.megatron.counted_plans", *words, "--num-workers", workers]
-        done = launch(4, command)
-        assert not done.returncode, done.stdout[-3000:]
-        outputs.append(done.stdout)
-    losses = [re.findall(r"lm loss: (\S+)", output) for output in outputs]
-    assert len(losses[0]) == 3 and losses[0] == losses[1]
+        log = tmp_path / workers
+        argv = [*words, "--num-workers", workers]
+        job = {"name": f"workers{workers}", "argv": argv, "fault": "", "data": ""}
+        assert not fork(4, (job, tmp_path, log), target=counted_plans.rank), log.read_text()
+        outputs.append(log.read_text())
+        losses.append([step["loss"] for step in trace(tmp_path, job["name"]).values()])
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
     made = [output.count("<a plan made in training>") for output in outputs]
-    assert made[0] >= 4 * 3 and not made[1]
+    assert made[0] >= 4 * 4 and not made[1]
     noted = "--num-workers 0: training waits while the plan of each packed microbatch is made"
     assert [noted in output for output in outputs] == [True, False]

@@ -7,7 +7,6 @@ The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recu
 import argparse
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
@@ -70,7 +69,7 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
         monkeypatch.setattr(recurrent_layers, "DETERMINISTIC", True)
     offsets = recurrent_layers.OFFSETS
     layer, hidden = recurrent_layers.build(kind), recurrent_layers.whole_rows()
-    packed = DocumentParams.carry(Documents.in_rows(offsets, 2, "zigzag", 1))
+    packed = DocumentParams.carry(Documents.in_rows(offsets, 2, 1))
     ours = recurrent_layers.call(layer, hidden, packed).transpose(0, 1).reshape(128, -1)
     stream = hidden.transpose(0, 1).reshape(128, 1, -1)
     alone = [
@@ -81,18 +80,18 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
 
 def test_states_restart_at_documents_and_padding_and_fork_at_branches():
     from cp_ring.megatron.adapter import recurrent
-    from cp_ring.megatron.adapter.documents import Documents
+    from cp_ring.megatron.adapter.documents import Documents, thd_params
     from cp_ring.megatron.data.masks import DeclaredMask
 
     def starts(carried):
         return [x.tolist() for x in recurrent._starts(carried)]
 
-    padded = Documents(np.array([0, 4]), np.array([3, 6]), Layout.zigzag(8, 2))
+    padded = Documents.in_thd(thd_params(torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])), 4, 2)
     assert starts(padded) == [[0, 3, 4, 6], [-1] * 4]
     masks = [Mask.documents([0, 3, 8]), Mask.causal(8)]
-    assert starts(DeclaredMask.of_rows(masks, "zigzag", 2)) == [[0, 3, 8], [-1] * 3]
+    assert starts(DeclaredMask.of_rows(masks, 2)) == [[0, 3, 8], [-1] * 3]
     masks = [Mask.tree([-1, 0, 1, 0, -1], [3, 2, 4, 2, 1], 16), Mask.shared_prefix([(4, [4, 8])])]
-    assert starts(DeclaredMask.of_rows(masks, "zigzag", 2)) == [
+    assert starts(DeclaredMask.of_rows(masks, 2)) == [
         [0, 3, 5, 9, 11, 12, 16, 20, 24], [-1, 2, 4, 2, -1, -1, -1, 19, 19]
     ]  # fmt: skip
 
@@ -105,7 +104,7 @@ NANO = {"hybrid_layer_pattern": "M*-", "mamba_num_heads": 64, "mamba_head_dim": 
 @pytest.mark.parametrize(("model", "share"), [(QWEN_NEXT, 8), (NANO, 20)])
 def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
     """Of Qwen3-Next and Nemotron 3 Nano, with the halo of the convolution."""
-    from cp_ring.megatron.flags.asked import Asked
+    from cp_ring.megatron.adapter.asked import Asked
     from cp_ring.megatron.flags.recurrent_choice import choose, mixers
 
     asked = Asked(argparse.Namespace(num_layers=4, **SIZES, **model))

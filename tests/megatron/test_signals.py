@@ -121,16 +121,20 @@ def test_a_child_outlives_all_but_its_parent_whoever_starts_it(end, tmp_path):
     """Slurm and torchrun send signals to the children of a rank too: to data loader workers, and to
     the writers of --async-save, whichever strategy starts them.
     """
-    script = tmp_path / "parent.py"
-    script.write_text(CHILDREN.replace("END", end))
-    done = subprocess.run(
-        [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
-    )
+    done = run(tmp_path, CHILDREN.replace("END", end))
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     children = [*map(int, done.stdout.split())]
     assert len(children) == 3
     for child in children:
         ended(child)
+
+
+def run(folder, text):
+    """Runs a script of its own process, which others may be started from."""
+    script = folder / "script.py"
+    script.write_text(text)
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True)
 
 
 def ended(pid):
@@ -203,11 +207,7 @@ def write():
 
 @pytest.mark.parametrize("caller", ["TemporalAsyncCaller", "PersistentAsyncCaller"])
 def test_an_asynchronous_save_is_written_whatever_signals_come(caller, tmp_path):
-    script = tmp_path / "writer.py"
-    script.write_text(WRITER.replace("# THEN", SAVE.format(caller=caller)))
-    done = subprocess.run(
-        [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
-    )
+    done = run(tmp_path, WRITER.replace("# THEN", SAVE.format(caller=caller)))
     assert done.returncode == 0 and done.stdout.endswith("written\n"), done.stderr
 
 
@@ -216,17 +216,13 @@ def test_the_checkpoint_writer_starts_and_works_whatever_signals_come(end, tmp_p
     """torchrun sends its SIGTERM to the process group of each rank, Slurm to every process: also to
     the server of the queue through which Megatron's writer answers, which the first save spawns.
     """
-    script = tmp_path / "writer.py"
-    script.write_text(WRITER.replace("# THEN", QUEUE + end))
-    done = subprocess.run(
-        [sys.executable, str(script)], timeout=LIMIT_S, capture_output=True, text=True
-    )
+    done = run(tmp_path, WRITER.replace("# THEN", QUEUE + end))
     assert done.returncode == (0 if end == "return" else -signal.SIGKILL), done.stderr
     ended(int(done.stdout))
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
-def test_a_second_ctrl_c_ends_the_process(second):
+def test_a_second_ctrl_c_ends_the_process(tmp_path, second):
     """torchrun passes on the first Ctrl-C as SIGINT and, at the second one, sends SIGTERM."""
     code = f"""
 import os, signal
@@ -239,9 +235,7 @@ print("still here", flush=True)
 os.kill(os.getpid(), signal.{second})
 print("still here", flush=True)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], timeout=LIMIT_S, capture_output=True, text=True
-    )
+    done = run(tmp_path, code)
     assert done.stdout == "still here\n" and done.returncode == -getattr(signal, second), (
         done.stderr
     )

@@ -2,7 +2,6 @@
 ring attention in each of its layers is held by tests/parity: stock attention has no ranks.
 """
 
-import copy
 import functools
 import json
 
@@ -72,21 +71,20 @@ def test_layers_without_attention_stay_as_they_are():
     assert kinds.count(RingDotProductAttention) == 2 and DotProductAttention not in kinds
 
 
-class OtherAttention(torch.nn.Module):
-    """A core attention that cp_ring does not know."""
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: OtherAttention,
-        lambda: ModuleSpec(module=OtherAttention),
-        lambda: functools.partial(OtherAttention, config=None),
+        lambda other: other,
+        lambda other: ModuleSpec(module=other),
+        lambda other: functools.partial(other, config=None),
     ],
 )
 def test_another_core_attention_is_rejected_by_name(make):
+    class OtherAttention(DotProductAttention):
+        """A core attention that cp_ring does not know, such as Gemma's in Megatron Bridge."""
+
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = make()
+    spec.submodules.self_attention.submodules.core_attention = make(OtherAttention)
     with pytest.raises(
         ConfigError,
         match=r"--cp-ring replaces DotProductAttention and TEDotProductAttention, not "
@@ -95,47 +93,9 @@ def test_another_core_attention_is_rejected_by_name(make):
         gpt(config(), spec)
 
 
-def derived(kept=None, **more):
-    """A class that differs from Megatron's by its constructor, as Gemma's do, and by `more`."""
-
-    class ByLayer(DotProductAttention):
-        def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
-            config = copy.copy(config)
-            config.window_size = (config.window_size - 1, 0) if layer_number % 2 else None
-            super().__init__(config, layer_number, attn_mask_type, attention_type, **kwargs)
-            if kept:
-                self.kept = kept(self)
-
-    for name, value in more.items():
-        setattr(ByLayer, name, value)
-    return ByLayer
-
-
-def of_layers(core_attention):
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = core_attention
-    layers = gpt(config(window_size=6), spec).decoder.layers
-    return [layer.self_attention.core_attention for layer in layers]
-
-
-def test_a_class_that_differs_by_its_constructor_is_asked():
-    layers = of_layers(derived())
-    assert [layer.window for layer in layers] == [(5, 0), (-1, -1)]
-    assert all(isinstance(layer, RingDotProductAttention) for layer in layers)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"forward": lambda self, *args: None},
-        {"scale": 2.0},
-        {"kept": lambda self: 3},
-        {"kept": lambda self: self.hidden_size_per_partition},
-    ],
-)
-def test_a_class_that_differs_by_more_is_rejected_by_name(more):
-    with pytest.raises(ConfigError, match="not ByLayer"):
-        of_layers(derived(**more))
+def test_a_window_that_a_class_reads_by_layer_names_the_ring_beneath():
+    with pytest.raises(ConfigError, match=r"--window-size 6 is one number, .*--cp-ring-beneath te"):
+        gpt(config(window_size=6), get_gpt_layer_local_spec(normalization="RMSNorm"))
 
 
 def test_a_cache_of_keys_has_stock_attention():

@@ -49,7 +49,7 @@ def _window_widened(make_plan, mask, n, cp, window, *rest):
     return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), *rest)
 
 
-def _window_everywhere(has_window, config, layer_number):
+def _window_everywhere(has_window, *which):
     return True
 
 
@@ -72,19 +72,24 @@ def _positions_of_another_split(shard, batch, rank, cp):
     return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
 
 
+def _with_pieces(mask, documents, data, *args, **kwargs):
+    from cp_ring.plan.tiles import Tiles
+
+    whole = dataclasses.replace(documents.whole, pieces=Tiles(data))
+    return mask(dataclasses.replace(documents, whole=whole), *args, **kwargs)
+
+
 def _shifted(mask, documents, *args, **kwargs):
-    start, end = documents.start.copy(), documents.end.copy()
-    start[1:] += 1
-    end[:-1] += 1
-    return mask(dataclasses.replace(documents, start=start, end=end), *args, **kwargs)
+    data = documents.whole.pieces.data.copy()
+    data[0:3:2, 1:] += 1
+    data[1:4:2, :-1] += 1
+    return _with_pieces(mask, documents, data, *args, **kwargs)
 
 
 def _merged(mask, documents, *args, **kwargs):
-    return mask(
-        dataclasses.replace(documents, start=documents.start[:1], end=documents.end[-1:]),
-        *args,
-        **kwargs,
-    )
+    data = documents.whole.pieces.data[:, :1].copy()
+    data[1:4:2] = documents.layout.n
+    return _with_pieces(mask, documents, data, *args, **kwargs)
 
 
 def _positions_of_zigzag(positions, documents, rank):
@@ -142,13 +147,10 @@ def _roll_across(last, documents):
     return torch.arange(documents.layout.n) == documents.layout.n - 2
 
 
-def _in_another_layout(without_documents, batch, n, cp, ring):
+def _in_another_layout(documents_of, packed, shape, cp, ring):
     """Batch rows as another layout would split them."""
-    from cp_ring.megatron.adapter.documents import Documents
-    from cp_ring.megatron.settings import current
-
-    other = "contiguous" if current().layout == "zigzag" else "zigzag"
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, other, cp)
+    other = "contiguous" if ring.layout == "zigzag" else "zigzag"
+    return documents_of(packed, shape, cp, dataclasses.replace(ring, layout=other))
 
 
 def _across_documents(starts, carried):
@@ -164,15 +166,15 @@ def _anew_too_late(starts, carried):
 
 def _averaged_by_rank(loss_function, loss_mask, losses, **more):
     loss, tokens, report = loss_function(loss_mask, losses, **more)
-    return loss / tokens.clamp(min=1), torch.ones_like(tokens), report
+    return loss / loss_mask.sum().clamp(min=1), torch.ones_like(tokens), report
 
 
 def _of_the_rank(average, outputs, group, divide):
     return outputs
 
 
-def _counted_by_rank(of, part, mean):
-    return of(part, torch.Tensor.sum(part))
+def _counted_by_rank(total, mask):
+    return mask.part.sum()
 
 
 def _rolled_by_rank(roll, tensor, **more):
@@ -218,12 +220,12 @@ FAULTS = {
         "megatron.core.transformer.multi_token_prediction.roll_tensor", _rolled_by_rank
     ),
     "tokens counted by rank": at(
-        "cp_ring.megatron.adapter.next_tokens.MaskOfAllRanks.of", _counted_by_rank
+        "cp_ring.megatron.adapter.next_tokens.CountedMask.sum", _counted_by_rank
     ),
     "boundary shifted by one": at("cp_ring.megatron.adapter.documents.Documents.mask", _shifted),
     "documents merged": at("cp_ring.megatron.adapter.documents.Documents.mask", _merged),
     "state in the order of another layout": at(
-        "cp_ring.megatron.adapter.recurrent.without_documents", _in_another_layout
+        "cp_ring.megatron.adapter.recurrent.documents_of", _in_another_layout
     ),
     "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
     "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
@@ -245,7 +247,9 @@ FAULTS = {
     "one position in all sections": at("cp_ring.megatron.gpt._mrope_positions", _one_section),
     "mask widened": at("cp_ring.megatron.adapter.planned.make_plan", _mask_widened),
     "window widened": at("cp_ring.megatron.adapter.planned.make_plan", _window_widened),
-    "window on every layer": at("cp_ring.megatron.adapter.compat.has_window", _window_everywhere),
+    "window on every layer": at(
+        "cp_ring.megatron.adapter.planned.is_layer_window_attention", _window_everywhere
+    ),
     "sink dropped": at("cp_ring.megatron.adapter.attention.Inputs", _sink_dropped),
     "sink gradient dropped": at(
         "cp_ring.megatron.adapter.attention.Inputs", _sink_gradient_dropped

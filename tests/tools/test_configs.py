@@ -119,7 +119,8 @@ def test_full_size_is_planned_and_proven(name):
     ],
 )
 def test_windows_are_on_the_right_layers(megatron, name, layers, windowed, tmp_path):
-    from cp_ring.megatron.adapter import compat
+    from cp_ring.megatron.certificate.layer_kinds import declared_window
 
     _, model = megatron(flags(name, "cuda", f"launch.run_dir={tmp_path}")[1], ranks=8)
-    assert {layer for layer in range(1, layers + 1) if compat.has_window(model, layer)} == windowed
+    found = {layer for layer in range(1, layers + 1) if declared_window(model, layer)[0] >= 0}
+    assert found == windowed

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
-from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.recurrent_choice import mixers
 from cp_ring.plan.sizes.attention_sizes import LatentSizes
 from cp_ring.plan.sizes.device_rates import RATES

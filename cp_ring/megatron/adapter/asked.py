@@ -1,11 +1,14 @@
-"""Reads Megatron's arguments, or the fields of its configuration, by name.
+"""Reads Megatron's arguments, or the fields of its configuration, by name, and checks them.
 
 Nothing heavy is imported here: flags are checked before torch and Megatron are loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from cp_ring.errors import ConfigError
 
 _FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}  # arguments whose flag has another name
 
@@ -43,3 +46,16 @@ class Asked:
 
 def _flag(name: str) -> str:
     return "--" + _FLAGS.get(name, name).replace("_", "-")
+
+
+Check = Callable[[Asked, Any], str | None]
+"""Returns one line `what is wrong: what to type` if the job of these arguments and settings cannot
+run, else None.
+"""
+
+
+def reject_where(checks: Iterable[Check], args: Any, options: Any) -> None:
+    """Raise `ConfigError` with the lines of all checks that reject the job."""
+    asked = Asked(args)
+    if lines := [line for check in checks if (line := check(asked, options))]:
+        raise ConfigError(*lines)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, override
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch._compile import _disable_dynamo
 
 from cp_ring.attention import attention_of
@@ -107,11 +109,7 @@ class RingDotProductAttention(PlannedAttention):
         self.tap = self._make_tap()
         self._make_softmax_offset()
         self.register_load_state_dict_pre_hook(_without_extra_state)
-        if any(value is not None for value in unknown.values()):
-            raise ConfigError(
-                "ring attention does not know these core attention arguments: "
-                f"{', '.join(unknown)}: leave them out"
-            )
+        _check_known("core attention arguments", unknown)
 
     def _make_options(self) -> AttentionOptions:
         """Return the options that all calls of this layer have in common, and set `wire`."""
@@ -176,7 +174,11 @@ class RingDotProductAttention(PlannedAttention):
             return generated
         packed = query.dim() == 3
         mask = mask_of(self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed)
-        _check_inputs(attention_bias, unknown)
+        if attention_bias is not None:
+            raise ConfigError(
+                "--cp-ring does not support an attention bias: leave attention_bias out"
+            )
+        _check_known("inputs", unknown)
         latents: Latents | None = None
         if self.tap is not None:
             latents = self.tap.take(self.config.qk_head_dim, self.config.v_head_dim)
@@ -191,7 +193,8 @@ class RingDotProductAttention(PlannedAttention):
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params)
         inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
-        kept = recomputation.take(self)
+        block = recomputation.current()
+        kept = block.take(self) if block else None
         if kept is None:  # otherwise this is a recomputation of a call that the watchdog knows
             watchdog.enter(self.name, step)
         with (
@@ -201,8 +204,13 @@ class RingDotProductAttention(PlannedAttention):
             transport = transport_for(group, query.device) if plan.cp > 1 else None
             attend = attention_of(plan, transport, self.options, inputs)
             output = attend(inputs, kept)
-        recomputation.keep(self, output)
-        self._keep_largest(output.max_logit)
+        if block is not None:
+            block.keep(self, output)
+        if output.max_logit is not None:
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = (
+                output.max_logit if before is None else torch.maximum(before, output.max_logit)
+            )
         out = output.out.flatten(2)
         return out.squeeze(1) if packed else out
 
@@ -230,23 +238,16 @@ class RingDotProductAttention(PlannedAttention):
             stock.softmax_offset = self.softmax_offset
         return stock.train(self.training)
 
-    def _keep_largest(self, max_logit: torch.Tensor | None) -> None:
-        """Keep the largest logits [h] for Megatron's clipping and log."""
-        before = self.current_max_attn_logits
-        if max_logit is not None and before is not None:
-            max_logit = torch.maximum(before, max_logit)
-        if max_logit is not None:
-            self.current_max_attn_logits = max_logit
-
     def _make_tap(self) -> LatentTap | None:
         """Return the tap that finds the latents of this layer, or None if latents do not travel;
         see `cp_ring.megatron.adapter.latent_tap.link`.
         """
         if not WIRES[self.wire].latent:
             return None
-        from cp_ring.megatron.adapter.latent_tap import make_tap
+        from cp_ring.megatron.adapter import latent_tap
 
-        return make_tap(self.config, self.spec.ulysses, self.ring, self.tp_group)
+        latent_tap.check_latent(self.config, self.spec.ulysses, self.ring)
+        return latent_tap.LatentTap(self.tp_group)
 
     def _make_softmax_offset(self) -> None:
         """Set `softmax_offset` [h] to None, a constant, or a parameter."""
@@ -268,7 +269,7 @@ class RingDotProductAttention(PlannedAttention):
         offset = offset.narrow(0, self.tp_group.rank() * heads, heads).clone()
         self.softmax_offset = torch.nn.Parameter(offset)
         # Each tensor-parallel rank has other heads: the gradient norm must count them all.
-        compat.mark_tensor_parallel(self.softmax_offset, dim=0)
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, dim=0, stride=1)
 
     def sharded_state_dict(
         self,
@@ -284,9 +285,16 @@ class RingDotProductAttention(PlannedAttention):
         state = self.state_dict(prefix="", keep_vars=True)
         if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
             state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
-        return compat.sharded_tensors(
-            state, prefix, {"softmax_offset": 0}, sharded_offsets, self.tp_group, metadata
+        group = (metadata or {}).get("dp_cp_group")  # else both groups are Megatron's global ones
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=group and self.tp_group,
+            dp_cp_group=group,
         )
+        return sharded
 
 
 def number_predictions(prediction: Any) -> None:
@@ -306,12 +314,10 @@ def _without_extra_state(layer: Any, state: dict[str, Any], prefix: str, *_: Any
     state.pop(prefix + "_extra_state", None)
 
 
-def _check_inputs(attention_bias: Any, unknown: dict[str, Any]) -> None:
-    if attention_bias is not None:
-        raise ConfigError("--cp-ring does not support an attention bias: leave attention_bias out")
+def _check_known(what: str, unknown: dict[str, Any]) -> None:
     if any(value is not None for value in unknown.values()):
         raise ConfigError(
-            f"ring attention does not know these inputs: {', '.join(unknown)}: leave them out"
+            f"ring attention does not know these {what}: {', '.join(unknown)}: leave them out"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cp_ring.options import CallSettings
 from cp_ring.plan.layout import LAYOUTS
@@ -13,6 +14,15 @@ LayerWindows = tuple[tuple[tuple[int, int], int], ...]
 the number of layers that have it.
 """
 EVERY_KEY: LayerWindows = (((-1, -1), 1),)
+
+
+class Split(NamedTuple):
+    """How tokens are split over ranks: the name of a layout, and the windows of all layers, whose
+    work a layout may balance together.
+    """
+
+    layout: str = "zigzag"
+    windows: LayerWindows = EVERY_KEY
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,10 @@ class RingConfig(CallSettings):
     document_mask: bool = False
     declared_masks: bool = False
     recurrent: str = "heads"
+
+    @property
+    def split(self) -> Split:
+        return Split(self.layout, self.windows)
 
     @property
     def by_microbatch(self) -> bool:

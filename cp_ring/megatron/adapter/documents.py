@@ -8,7 +8,7 @@ stage, in any order of microbatches, and when activations are recomputed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,51 +19,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.ahead import cached
-from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows, RingConfig
+from cp_ring.megatron.adapter.config import RingConfig, Split
 from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
-from cp_ring.megatron.adapter.plans import layout_of_row
+from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.plan import ranges
-from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
-from cp_ring.plan.records import RankPlan
 from cp_ring.runtime import RUNTIME
 
 
-@dataclass(frozen=True, eq=False)
 class Documents(MicrobatchMask):
-    """The documents of a microbatch, as ranges of the stream of its batch rows.
-
-    Attributes:
-        start: first token of each document, int64 [documents], ascending.
-        end: token after the last one of each document, int64 [documents]. Tokens outside all
-            documents are padding.
-        layout: the layout of the stream; each rank holds equally many tokens of each batch row.
-        batch: number of batch rows, which have the same length.
+    """The documents of a microbatch. Tokens outside all documents are padding, which sees nothing
+    and which nothing sees.
     """
 
-    start: Ints
-    end: Ints
-    layout: Layout
-    batch: int = 1
-    _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
-
     @classmethod
-    def in_rows(
-        cls,
-        cu_seqlens: Ints,
-        batch: int,
-        layout: str,
-        cp: int,
-        windows: LayerWindows = EVERY_KEY,
-    ) -> Documents:
-        """Return documents without padding, each inside one batch row. The layout named `layout`
-        splits each batch row separately; it may balance the `windows` of all layers. Equal offsets
-        give the same `Documents`.
+    def in_rows(cls, cu_seqlens: Ints, batch: int, cp: int, split: Split = Split()) -> Documents:
+        """Return documents without padding, each inside one batch row. `split` splits each batch
+        row separately. Equal offsets give the same `Documents`.
 
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
-        return _in_rows(cu_seqlens.tobytes(), batch, layout, cp, windows)
+        return _in_rows(cu_seqlens.tobytes(), batch, cp, split)
 
     @classmethod
     def in_thd(
@@ -107,34 +85,7 @@ class Documents(MicrobatchMask):
                 f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of "
                 f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
-        return _of_offsets(
-            real.tobytes(), padded.tobytes(), cp, ring.whole_rows, ring.layout, ring.windows
-        )
-
-    def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """Return the mask in which tokens see their own document only, within `window` as in
-        `Mask.documents`, and padding sees nothing.
-        """
-        edges = np.append(np.stack([self.start, self.end], axis=1).reshape(-1), self.layout.n)
-        # The gaps are documents too; the next line removes them.
-        between = Mask.documents(np.insert(edges, 0, 0), causal=causal, window=window)
-        return Mask(
-            self.layout.n, between.pieces[np.isin(between.pieces.q0, self.start)], "documents"
-        )
-
-    def last(self) -> torch.Tensor:
-        """Return True for tokens without a next token, the last one of each document and padding:
-        bool [tokens of the stream].
-        """
-        has_next = np.zeros(self.layout.n + 1, np.int64)
-        np.add.at(has_next, self.start, 1)
-        np.add.at(has_next, self.end - 1, -1)
-        return torch.from_numpy(np.cumsum(has_next)[:-1] == 0)
-
-    def starts(self) -> tuple[Ints, Ints]:
-        edges: Ints = np.union1d(self.start, self.end)
-        edges = edges[edges < self.layout.n]
-        return edges, np.full_like(edges, -1)
+        return _of_offsets(real.tobytes(), padded.tobytes(), cp, ring.whole_rows, ring.split)
 
 
 @dataclass
@@ -211,17 +162,21 @@ def without_whole_rows(packed: Any, n: int) -> Any:
 
 
 def documents_of(
-    packed: Any, tokens: int, cp: int, ring: RingConfig = RingConfig()
+    packed: Any, shape: tuple[int, int], cp: int, ring: RingConfig = RingConfig()
 ) -> MicrobatchMask:
-    """Return the documents, or the declared mask, that `packed` (packed_seq_params) describes now.
+    """Return the documents, or the declared mask, that `packed` (packed_seq_params) describes now;
+    for None, batch rows that are one document each.
 
-    tokens: the number of tokens that this rank holds.
-    ring: says how documents in thd are split; others carry their split.
+    shape: the numbers of batch rows and of tokens of each that this rank holds.
+    ring: how rows and documents in thd are split; others carry their split.
 
     Equal offsets give the same `Documents`, so that all layers of a microbatch share its plans. If
     `packed` is reused with other offsets, filled in place or replaced, it gives other documents.
-    Raises `ConfigError` if `tokens` contradicts `packed`.
+    Raises `ConfigError` if the tokens contradict `packed`.
     """
+    batch, tokens = shape[0], shape[0] * shape[1]
+    if packed is None:
+        return Documents.in_rows(np.arange(batch + 1) * shape[1] * cp, batch, cp, ring.split)
     if not isinstance(packed, DocumentParams):
         return Documents.in_thd(packed, tokens, cp, ring)
     documents = packed.documents
@@ -238,15 +193,8 @@ def documents_of(
     return documents
 
 
-def without_documents(batch: int, n: int, cp: int, ring: RingConfig = RingConfig()) -> Documents:
-    """Return the `Documents` of batch rows of `n` tokens that are one document each, split by the
-    layout of `ring`.
-    """
-    return Documents.in_rows(np.arange(batch + 1) * n, batch, ring.layout, cp, ring.windows)
-
-
 @cached(maxsize=16)
-def _in_rows(real: bytes, batch: int, layout: str, cp: int, windows: LayerWindows) -> Documents:
+def _in_rows(real: bytes, batch: int, cp: int, split: Split) -> Documents:
     """Return the documents of int64 offsets. The cache holds more entries than two microbatches of
     every virtual pipeline stage.
     """
@@ -255,10 +203,9 @@ def _in_rows(real: bytes, batch: int, layout: str, cp: int, windows: LayerWindow
     layouts = []
     for start in range(0, n * batch, n):
         of_row = offsets[(offsets >= start) & (offsets <= start + n)] - start
-        layouts.append(layout_of_row(layout, n, cp, partial(Mask.documents, of_row, True), windows))
-    return Documents(
-        offsets[:-1], offsets[1:], layouts[0] if batch == 1 else Layout.batch(layouts), batch
-    )
+        layouts.append(layout_of(split, n, cp, partial(Mask.documents, of_row, True)))
+    layout = layouts[0] if batch == 1 else Layout.batch(layouts)
+    return Documents(Mask.documents(offsets, False), layout, batch)
 
 
 def boundaries(position_ids: torch.Tensor) -> Ints:
@@ -302,39 +249,35 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
 
 
 @cached(maxsize=64)
-def _of_offsets(
-    real: bytes, padded: bytes, cp: int, whole_row: bool, name: str, windows: LayerWindows
-) -> Documents:
+def _of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Split) -> Documents:
     """Return the documents of checked int64 offsets. The cache holds far more entries than there
     are microbatches in flight.
     """
-    starts, offsets = (np.frombuffer(x, np.int64) for x in (padded, real))
-    length = np.diff(offsets)
-    together = whole_row or cp == 1
+    starts, length = np.frombuffer(padded, np.int64), np.diff(np.frombuffer(real, np.int64))
     layout = (
-        _whole_row_layout(padded, cp, name, windows)
-        if together
+        _packed_layout(padded, cp, split)
+        if together or cp == 1
         else Layout.per_document_zigzag(starts, cp)
     )
-    keep = length > 0
-    return Documents(starts[:-1][keep], (starts[:-1] + length)[keep], layout)
+    # padding behind a document is a document too; the next line hides it
+    edges = np.append(np.stack([starts[:-1], starts[:-1] + length], axis=1), layout.n)
+    mask = Mask.documents(edges, False)
+    seen = np.isin(mask.pieces.q0, starts[:-1][length > 0])
+    return Documents(replace(mask, pieces=mask.pieces[seen]), layout)
 
 
 def packed_layout(offsets: Ints, cp: int, ring: RingConfig) -> Layout:
-    """Return the layout of packed documents that are split together, as one sequence, by the layout
-    of `ring`.
+    """Return the layout of packed documents that are split together, as one sequence.
 
     offsets: int64 [documents + 1].
     """
-    edges = np.ascontiguousarray(offsets, np.int64).tobytes()
-    return _whole_row_layout(edges, cp, ring.layout, ring.windows)
+    return _packed_layout(np.ascontiguousarray(offsets, np.int64).tobytes(), cp, ring.split)
 
 
 @cached(maxsize=64)
-def _whole_row_layout(offsets: bytes, cp: int, name: str, windows: LayerWindows) -> Layout:
+def _packed_layout(offsets: bytes, cp: int, split: Split) -> Layout:
     edges = np.unique(np.frombuffer(offsets, np.int64))
-    layers = [(Mask.documents(edges, window=window), count) for window, count in windows]
-    return LAYOUTS[name].of_layers(layers, cp)
+    return layout_of(split, int(edges[-1]), cp, partial(Mask.documents, edges, True))
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())

@@ -120,14 +120,6 @@ def check_latent(model: Any, ulysses: int, settings: CallSettings) -> None:
         raise ConfigError(line)
 
 
-def make_tap(config: Any, ulysses: int, settings: CallSettings, tp_group: Any) -> LatentTap:
-    """Return the tap of a layer in which `ulysses` ranks exchange heads. Raises `ConfigError` if
-    latents cannot travel.
-    """
-    check_latent(config, ulysses, settings)
-    return LatentTap(tp_group)
-
-
 def link(attention: Any) -> None:
     """Give the core attention of a multi-latent attention layer access to its latents, from the
     layer's first call on.

@@ -5,13 +5,12 @@ It reaches each layer as an argument, inside `packed_seq_params`, see `documents
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.plan.layout import Layout
@@ -25,35 +24,31 @@ KEY = "cp_ring_mask"
 """The entry of a batch that declares its mask."""
 
 
-def collate_masks() -> None:
-    """Teach torch's data loader to collate samples with masks: it makes a list of the masks."""
-    default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
-
-
-def stop_collating_masks() -> None:
-    default_collate_fn_map.pop(Mask, None)
-
-
 _proven: set[tuple[Any, ...]] = RUNTIME.keep(set())
 
 
-class MicrobatchMask(ABC):
+@dataclass(frozen=True, eq=False)
+class MicrobatchMask:
     """The mask of a microbatch whose batch rows form one stream, and the plans for it.
 
-    Subclasses have `layout`, the layout of the stream, in which each rank holds equally many tokens
-    of each batch row, and `batch`, the number of batch rows, which have the same length.
+    Attributes:
+        whole: the mask of the stream, in layers that are not causal.
+        layout: the layout of the stream; each rank holds equally many tokens of each batch row.
+        batch: the number of batch rows, which have the same length.
     """
 
-    origin = "--cp-ring-document-mask"  # the flag that messages name
+    # the flag that messages name, and how many later keys a causal layer may see (-1: any number)
+    origin, later = "--cp-ring-document-mask", 0
+    whole: Mask
     layout: Layout
-    batch: int
-    _plans: dict[tuple[Any, ...], RankPlan]
+    batch: int = 1
+    _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
 
-    @abstractmethod
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """Return the mask of a layer with this window. A layer that is not `causal` also sees later
         tokens, if the mask allows it.
         """
+        return narrowed(self.whole, (window[0], self.later if causal else window[1]))
 
     def positions(self, rank: int) -> torch.Tensor:
         """Return the positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n /
@@ -61,24 +56,26 @@ class MicrobatchMask(ABC):
         """
         return self.places(rank)
 
-    @abstractmethod
     def last(self) -> torch.Tensor:
         """Return True for tokens without a next token, the last one of each sequence and padding:
         bool [tokens of the stream].
         """
+        return torch.from_numpy(self.whole.last)
 
-    @abstractmethod
     def starts(self) -> tuple[Ints, Ints]:
         """Return the tokens of the stream at which a recurrent state does not continue that of the
         token before, int64: the first tokens of documents, branches and padding. And for each the
-        token whose state it continues, -1 for none.
+        token whose state it continues, -1 for none: for a branch the last earlier token that its
+        first token sees.
 
         The state also restarts at each batch row, which is not in this list.
         """
-
-    def kind(self) -> str:
-        """Return a name that masks with similar plans share."""
-        return type(self).__name__
+        segments, pieces = self.whole.segments, self.whole.pieces
+        starts, before = segments[0], np.full_like(segments[0], -1)
+        for i in np.flatnonzero(segments[1]):
+            seen = (pieces.q0 <= starts[i]) & (starts[i] < pieces.q1) & (pieces.k1 <= starts[i])
+            before[i] = pieces.k1[seen].max() - 1
+        return starts, before
 
     def rank_plan(
         self,
@@ -94,7 +91,7 @@ class MicrobatchMask(ABC):
         """
         key = rank, window, causal, spec
         if key not in self._plans:
-            kind = self.layout.name, self.layout.cp, self.kind(), *key[1:]
+            kind = self.layout.name, self.layout.cp, self.whole.name, *key[1:]
             spec = replace(spec, layout=self.layout)
             self._plans[key] = _make_plan(
                 self.mask(window, causal), spec, self.layout.cp, rank, kind
@@ -114,6 +111,12 @@ class MicrobatchMask(ABC):
         """Return the part [batch, n / cp] of `x` [batch, n] that `rank` holds."""
         index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
         return x.reshape(-1).index_select(0, index).view(self.batch, -1)
+
+
+@RUNTIME.cache(maxsize=64)
+def narrowed(mask: Mask, window: tuple[int, int]) -> Mask:
+    """Return `mask` within `window`; the layers of a microbatch share the result."""
+    return mask if max(window) < 0 else mask & window
 
 
 def _make_plan(

@@ -9,55 +9,43 @@ loss still trains the prediction of the first token after its chunk.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.documents import (
-    documents_of,
-    group_of_microbatch,
-    without_documents,
-)
+from cp_ring.megatron.adapter.documents import documents_of, group_of_microbatch
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.sharding import unshard
 
 
-class MaskOfAllRanks(torch.Tensor):
-    """A rank's part of a loss mask. Its `sum()` is the mean over ranks, because Megatron averages
-    over ranks what it divides by the sum.
+@dataclass(frozen=True)
+class CountedMask:
+    """A rank's part of a loss mask, [batch, n / cp], in the place of the tensor: Megatron only asks
+    for its `sum()`, which is the mean over ranks, and rolls it.
     """
 
-    mean_sum: torch.Tensor
+    part: torch.Tensor
+    mean: torch.Tensor
 
-    @classmethod
-    def of(cls, part: torch.Tensor, mean_sum: torch.Tensor) -> MaskOfAllRanks:
-        mask = part.as_subclass(cls)
-        mask.mean_sum = mean_sum
-        return mask
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make the results of operations on the mask plain tensors."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def sum(self) -> torch.Tensor:  # type: ignore[override]
-        return self.mean_sum
+    def sum(self) -> torch.Tensor:
+        """Return the sum over all ranks divided by their number, because Megatron averages over
+        ranks what it multiplies by this.
+        """
+        return self.mean
 
 
 def roll_in_documents(
-    tensor: torch.Tensor | None,
+    tensor: torch.Tensor | CountedMask | None,
     shifts: int = -1,
     dims: int = -1,
     cp_group: Any = None,
     packed_seq_params: Any = None,
-    fill: Any = 0,
-    **prefetched: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the value of the next token in the document for each token (`fill` for the last
-    token), and the sum of the result. A collective of `cp_group`.
+    """Return the value of the next token in the document for each token (0 for the last token), and
+    the sum of the result. A collective of `cp_group`.
 
     For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
     divides by the sum. tensor: [batch, n / cp], of any dtype. The signature is that of Megatron's
@@ -65,20 +53,19 @@ def roll_in_documents(
     """
     if tensor is None:
         return None, None
+    if isinstance(tensor, CountedMask):
+        tensor = tensor.part
     if shifts != -1 or dims not in (-1, tensor.dim() - 1):
         raise ValueError(
             f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
         )
     group = group_of_microbatch(packed_seq_params, cp_group)
     cp, n = group.size(), tensor.shape[-1]
-    if packed_seq_params is None:
-        documents: Any = without_documents(tensor.numel() // n, n * cp, cp, in_force())
-    else:
-        documents = documents_of(packed_seq_params, tensor.numel(), cp, in_force())
+    documents = documents_of(packed_seq_params, (tensor.numel() // n, n), cp, in_force())
     whole = tensor.reshape(-1)
     if cp > 1:
         whole = unshard(whole, documents.layout, group, 0)
-    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), fill)
+    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
     mine = documents.shard(rolled, group.rank()).view(tensor.shape)
     if not tensor.is_floating_point():
         return mine, mine.sum()
@@ -86,19 +73,7 @@ def roll_in_documents(
     # Megatron divides by 1 at least; where the right divisor is smaller, the mask grows by the
     # ratio
     least = torch.where((total > 0) & (total < 1), total, 1.0)
-    mine, total = mine / least, total / least
-    return (MaskOfAllRanks.of(mine, total) if isinstance(tensor, MaskOfAllRanks) else mine), total
-
-
-def roll_several(
-    tensors: list[torch.Tensor], fill_values: list[Any] | None = None, **named: Any
-) -> list[Any]:
-    """Roll each tensor, as `roll_tensor` does on Megatron's development branch."""
-    fills = fill_values or [0] * len(tensors)
-    return [
-        roll_in_documents(tensor, fill=fill, **named)[0]
-        for tensor, fill in zip(tensors, fills, strict=True)
-    ]
+    return mine / least, total / least
 
 
 @around
@@ -110,8 +85,8 @@ def with_all_tokens(process: Function, *args: Any, cp_group: Any = None, **kwarg
     group = group_of_microbatch(kwargs.get("packed_seq_params"), cp_group)
     if labels is not None and group.size() > 1:
         mask = kwargs.get("loss_mask")
-        mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.clone()
+        mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
         total = mask.sum()
         dist.all_reduce(total, group=group)
-        kwargs["loss_mask"] = MaskOfAllRanks.of(mask, total / group.size())
+        kwargs["loss_mask"] = CountedMask(mask, total / group.size())
     return process(*args, cp_group=cp_group, **kwargs)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
@@ -25,7 +26,7 @@ from cp_ring.megatron.adapter.documents import (
     without_whole_rows,
 )
 from cp_ring.megatron.adapter.heads_choice import with_choice
-from cp_ring.megatron.adapter.plans import make_layout, make_plan
+from cp_ring.megatron.adapter.plans import layout_of, make_plan
 from cp_ring.megatron.adapter.unsupported import layer_problem, window_problem
 from cp_ring.observe import timing
 
@@ -111,8 +112,8 @@ class PlannedAttention(MegatronModule):
                     "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "
                     "to the model on every pipeline stage"
                 )
-            return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.windows)
-        documents = documents_of(packed_seq_params, tokens * batch, cp, self.ring)
+            return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
+        documents = documents_of(packed_seq_params, (batch, tokens), cp, self.ring)
         with timing.waiting_for_plan():
             return documents.rank_plan(
                 group.rank(), self.window, mask == "causal", self._spec_of(group)
@@ -179,7 +180,7 @@ class PlannedAttention(MegatronModule):
         from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
         cp = self.cp_group.size()
-        layout = make_layout(self.ring.layout, tokens * cp, cp, self.ring.windows)
+        layout = layout_of(self.ring.split, tokens * cp, cp)
         accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
 
 
@@ -214,6 +215,6 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
             f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
             f"{layer_number}: give one entry for each layer"
         )
-    if not compat.has_window(config, layer_number):
-        return -1, -1
-    return int(window[0]), int(window[1])
+    if is_layer_window_attention(window, frequency, layer_number):
+        return int(window[0]), int(window[1])
+    return -1, -1

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows
-from cp_ring.plan.layout import LAYOUTS, Layout, NamedLayout
+from cp_ring.megatron.adapter.config import Split
+from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.runtime import RUNTIME
@@ -17,36 +17,24 @@ from cp_ring.runtime import RUNTIME
 _MASKS = {"causal": Mask.causal, "no_mask": Mask.full}
 
 
-def make_layout(name: str, n: int, cp: int, windows: LayerWindows = EVERY_KEY) -> Layout:
-    """Return the layout called `name` of `n` tokens over `cp` ranks. A layout that weighs masks, as
-    `balanced` does, balances the work of the `windows` of all layers together.
+def layout_of(
+    split: Split, n: int, cp: int, mask_of: Callable[[tuple[int, int]], Mask] | None = None
+) -> Layout:
+    """Return the layout of a stream of `n` tokens over `cp` ranks.
+
+    A layout that weighs masks, as `balanced` does, balances those of all layers together: `mask_of`
+    gives the mask for each window; by default it is causal.
     """
-    split = LAYOUTS[name]
-    return _layout(split, n, cp, windows if split.weighs else ())
+    named = LAYOUTS[split.layout]
+    if mask_of is None or not named.weighs:
+        return _of_rows(split, n, cp)
+    return named.of_layers([(mask_of(window), count) for window, count in split.windows], cp)
 
 
 @RUNTIME.cache(maxsize=16)
-def _layout(split: NamedLayout, n: int, cp: int, windows: LayerWindows) -> Layout:
-    layers = [(Mask.causal(n, window), count) for window, count in windows]
-    return split.make(layers or Mask.full(n), cp)
-
-
-def layout_of_row(
-    name: str,
-    n: int,
-    cp: int,
-    mask_of: Callable[[tuple[int, int]], Mask],
-    windows: LayerWindows = EVERY_KEY,
-) -> Layout:
-    """Return the layout called `name` for one batch row of `n` tokens; `mask_of` gives its mask for
-    each window.
-    """
-    if cp == 1:
-        return Layout.contiguous(n, 1)
-    split = LAYOUTS[name]
-    if not split.weighs:
-        return make_layout(name, n, cp, windows)
-    return split.of_layers([(mask_of(window), count) for window, count in windows], cp)
+def _of_rows(split: Split, n: int, cp: int) -> Layout:
+    layers = [(Mask.causal(n, window), count) for window, count in split.windows]
+    return LAYOUTS[split.layout].of_layers(layers, cp)
 
 
 @RUNTIME.cache(maxsize=64)
@@ -60,15 +48,13 @@ def make_plan(
     cp: int,
     window: tuple[int, int] = (-1, -1),
     spec: PlanSpec = PlanSpec(),
-    windows: LayerWindows = EVERY_KEY,
+    split: Split = Split(),
 ) -> Plan:
     """Return the proven plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp`
     ranks.
 
     window: the numbers of keys before and after its own position that a query sees; -1 means all.
-    spec: its layout must be a name, of a layout that may balance the `windows` of all layers.
 
     Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
     """
-    layout = make_layout(str(spec.layout), n, cp, windows)
-    return plan(_mask(mask, n, window), cp, replace(spec, layout=layout))
+    return plan(_mask(mask, n, window), cp, replace(spec, layout=layout_of(split, n, cp)))

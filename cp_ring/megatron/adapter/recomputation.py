@@ -58,19 +58,9 @@ class KeptCall:
             self._kept[layer].append(KeptOutput.of(output))
 
 
-def take(layer: Any) -> KeptOutput | None:
-    """Return the kept result of the next call of `layer` from the block that runs now; None outside
-    such blocks.
-    """
-    call = _now.get()
-    return call.take(layer) if call else None
-
-
-def keep(layer: Any, output: Output) -> None:
-    """Keep the output of a call of `layer` if the block that runs now is recomputed later."""
-    call = _now.get()
-    if call:
-        call.keep(layer, output)
+def current() -> KeptCall | None:
+    """Return the call of the block that runs now, if the block is recomputed later."""
+    return _now.get()
 
 
 @around

@@ -30,7 +30,7 @@ from torch import Tensor
 from cp_ring.comm.groups import ALONE, transport_for
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import ALONE as ONE_RANK
-from cp_ring.megatron.adapter.documents import documents_of, without_documents
+from cp_ring.megatron.adapter.documents import documents_of
 from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.plan.layout import Layout
@@ -93,7 +93,7 @@ def tokens_of(carried: MicrobatchMask, group: Any, states: bool, width: int, dev
         layout, (starts, before) = carried.layout, _starts(carried)
         plan = layout if states else Layout.contiguous(layout.n, 1)
         pieces = Pieces.of(plan, starts, before)
-        kind = plan.name, plan.cp, carried.kind(), width
+        kind = plan.name, plan.cp, carried.whole.name, width
         if kind not in _proven:
             verify(pieces, starts, before, width)
             _proven.add(kind)
@@ -125,13 +125,8 @@ def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
     batch row is one document, split by the layout in force.
     """
     (tokens, batch), group = x.shape[:2], layer.cp_ring_group
-    cp = group.size()
-    states = layer.pg_collection.cp.size() == 1
-    if packed is None:
-        carried: MicrobatchMask = without_documents(batch, tokens * cp, cp, in_force())
-    else:
-        carried = documents_of(packed, tokens * batch, cp, in_force())
-    return tokens_of(carried, group, states, width, x.device)
+    carried = documents_of(packed, (batch, tokens), group.size(), in_force())
+    return tokens_of(carried, group, layer.pg_collection.cp.size() == 1, width, x.device)
 
 
 @around
@@ -146,40 +141,32 @@ def built(constructor: Function, layer: Any, *args: Any, pg_collection: Any, **n
     layer.cp_ring_group = pg_collection.cp
 
 
-def _forward(
-    train: Function,
-    forward: Function,
-    layer: Any,
-    hidden_states: Tensor,
-    *args: Any,
-    packed_seq_params: Any = None,
-    inference_context: Any = None,
-    **named: Any,
-) -> Any:
-    """Run `train` on the projected inputs of a layer; in inference, and where each rank has whole
-    batch rows without documents, Megatron's own `forward`.
+def training_by(train: Function) -> Function:
+    """Return a wrapper of a layer's `forward`, which runs `train` on its projected inputs; in
+    inference, and where each rank has whole batch rows without documents, Megatron's own forward.
     """
-    alone = packed_seq_params is None and layer.cp_ring_group.size() == 1
-    if inference_context is not None or alone:
-        named["inference_context"] = inference_context
-        return forward(layer, hidden_states, *args, packed_seq_params=packed_seq_params, **named)
-    x, _ = layer.in_proj(hidden_states)
-    return train(layer, x, packed_seq_params)
+
+    @around
+    def run(
+        forward: Function,
+        layer: Any,
+        hidden_states: Tensor,
+        *args: Any,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+        **named: Any,
+    ) -> Any:
+        alone = packed_seq_params is None and layer.cp_ring_group.size() == 1
+        if inference_context is not None or alone:
+            more = {"inference_context": inference_context, "packed_seq_params": packed_seq_params}
+            return forward(layer, hidden_states, *args, **named, **more)
+        x, _ = layer.in_proj(hidden_states)
+        return train(layer, x, packed_seq_params)
+
+    return run
 
 
-@around
-def mamba(forward: Function, self: Any, *args: Any, **named: Any) -> Any:
-    """Take the place of `MambaMixer.forward` in training."""
-    return _forward(_mamba, forward, self, *args, **named)
-
-
-@around
-def gated_delta_net(forward: Function, self: Any, *args: Any, **named: Any) -> Any:
-    """Take the place of `GatedDeltaNet.forward`, and of `GatedDeltaNet2.forward`, in training."""
-    return _forward(_gated_delta_net, forward, self, *args, **named)
-
-
-def _mamba(layer: Any, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
+def mamba(layer: Any, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
     tokens = _tokens(layer, x, packed, layer.d_conv)
     inner = layer.d_inner_local_tp
     groups = layer.ngroups_local_tp * layer.d_state
@@ -241,7 +228,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[..., : x.shape[1]].mT
 
 
-def _gated_delta_net(layer: Any, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
+def gated_delta_net(layer: Any, x: Tensor, packed: Any) -> tuple[Tensor, Any]:
     tokens = _tokens(layer, x, packed, layer.conv_kernel_dim)
     keys = layer.qk_dim_local_tp
     values = layer.v_dim_local_tp

@@ -28,10 +28,7 @@ _selected: contextvars.ContextVar[Selected | None] = contextvars.ContextVar(
 @contextmanager
 def positions_in_force(selected: Selected | None) -> Iterator[None]:
     """Use the rotary embeddings of these tokens within the context; None changes nothing."""
-    if selected is None:
-        yield
-        return
-    token = _selected.set(selected)
+    token = _selected.set(selected or _selected.get())
     try:
         yield
     finally:

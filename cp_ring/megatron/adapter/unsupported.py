@@ -40,6 +40,11 @@ def window_problem(window: Any, causal: bool = True) -> str | None:
     """Return why a window is not (left, right) with each side at least -1, and right at most 0 in a
     causal layer; None if it is.
     """
+    if isinstance(window, int):
+        return (
+            f"--window-size {window} is one number, for core attention classes that set the window "
+            "of their layer: keep these with --cp-ring-beneath te (use_ring), or give two numbers"
+        )
     if len(window) != 2 or any(side != int(side) or side < -1 for side in window):
         return (
             f"--window-size {window} is not two numbers of keys, before and after a query: give "

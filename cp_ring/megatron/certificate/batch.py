@@ -19,9 +19,8 @@ from cp_ring.megatron.adapter.documents import (
     Documents,
     documents_of,
     thd_params,
-    without_documents,
 )
-from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
 from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
 from cp_ring.plan.mask import Mask
@@ -62,9 +61,7 @@ class Batch:
 
             masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
             rules = [declared_rule(mask) for mask in masks]
-            packed = DocumentParams.carry(
-                DeclaredMask.of_rows(masks, ring.layout, cp, ring.windows)
-            )
+            packed = DocumentParams.carry(DeclaredMask.of_rows(masks, cp, ring.split))
         else:
             unit = 1
             if kind.mask == "packed" and not ring.whole_rows:
@@ -78,15 +75,14 @@ class Batch:
             rules = [document_rule(n, of_row) for of_row in spans.tolist()]
             if kind.mask == "documents":
                 offsets = np.unique(edges + n * np.arange(len(edges))[:, None])
-                in_rows = Documents.in_rows(offsets, len(edges), ring.layout, cp, ring.windows)
+                in_rows = Documents.in_rows(offsets, len(edges), cp, ring.split)
                 packed = DocumentParams.carry(in_rows)
             elif kind.mask == "packed":
                 real = np.append(0, np.cumsum(ends - edges[:, :-1]))
                 both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
                 packed = thd_params(*both)
-        split: MicrobatchMask = without_documents(1, n, cp, ring)
-        if packed is not None:
-            split = documents_of(packed, n * len(rules) // cp, cp, ring)
+        batch_rows = 1 if packed is None else len(rules)
+        split = documents_of(packed, (batch_rows, n // cp), cp, ring)
         positions = [split.places(rank).T.expand(len(rules), -1) for rank in range(cp)]
         return cls(kind, rules, masks, packed, positions)
 

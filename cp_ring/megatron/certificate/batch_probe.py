@@ -146,7 +146,7 @@ def _alike(name: str, mine: Any, whole: Any, shape: Any) -> bool:
     packed = [without_whole_rows(each, s * cp) for each in (mine, whole)]
     if None in packed:
         return packed == [None, None]
-    ours, theirs = (documents_of(each, b * s, cp, in_force()) for each in packed)
+    ours, theirs = (documents_of(each, (b, s), cp, in_force()) for each in packed)
     places = ours.positions(group.rank()), theirs.positions(group.rank())
     return ours.mask().digest == theirs.mask().digest and torch.equal(*places)
 

@@ -8,7 +8,6 @@ length. The first one is also probed at a few positions of that length, up to `L
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,10 +43,6 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     config = transformer_config(args)
-    if isinstance(config.window_size, int):
-        results.not_covered.append("windows that core attention classes set by layer")
-        config = copy.copy(config)
-        config.window_size = None
     used, dtype = settings.current(), args.params_dtype
     if used.wire == "latent":
         used = replace(used, wire="plain")

@@ -62,9 +62,10 @@ def _changed(tested: TestedLayer, picked: list[int], of_keys: bool) -> Tensor:
     query adds to the gradients of values.
     """
     kind = tested.kind
+    q, k = (tested.zeros(heads, kind.d) for heads in (kind.heads, kind.groups))  # equal scores
     v = _ones(tested, kind.groups, picked if of_keys else []).requires_grad_()
     with torch.enable_grad():
-        out = tested.call(*tested.equal_scores(), v)
+        out = tested.call(q, k, v)
     if of_keys:
         return out.detach()[:, :, :: kind.heads // kind.groups]
     (dv,) = torch.autograd.grad(out, v, tested.local(_ones(tested, kind.heads, picked)))

@@ -110,8 +110,6 @@ def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> I
     def roll(tensor: Any, *rest: Any, **named: Any) -> Any:
         if tensor is None:
             return None, None
-        if isinstance(tensor, list):  # on Megatron's development branch
-            return [roll(each)[0] for each in tensor]
         ends = last.to(tensor.device).view(tensor.shape)
         rolled = tensor.roll(-1, -1).masked_fill(ends, 0)
         return rolled, rolled.sum()

@@ -55,12 +55,6 @@ class TestedLayer:
         shape = len(self.positions), self.kind.tokens, heads, size
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def equal_scores(self) -> tuple[Tensor, Tensor]:
-        """Return zero queries [b, n, h, d] and keys [b, n, g, d], which give visible keys equal
-        weights.
-        """
-        return self.zeros(self.kind.heads, self.kind.d), self.zeros(self.kind.groups, self.kind.d)
-
     def local(self, whole: Tensor) -> Tensor:
         """Select this rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
         of_each = zip(whole, self.positions, strict=True)

@@ -21,7 +21,7 @@ from cp_ring.megatron.certificate.tiny_layers import (
     tiny_pattern,
 )
 from cp_ring.megatron.flags import comm_types
-from cp_ring.megatron.flags.layer_pattern import attends, pattern_of
+from cp_ring.megatron.flags.layer_pattern import attends
 from cp_ring.megatron.wrapping import replaced
 
 HIDDEN = 64
@@ -170,15 +170,6 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
-def uncovered(args: argparse.Namespace) -> str:
-    """Return why no tiny model can be made from these flags, or ""."""
-    if hasattr(args, "transformer_config") and args.build is None:
-        return "a program that does not call cp_ring.megatron.certify"
-    if isinstance(transformer_config(args).window_size, int):
-        return "layers whose core attention class sets their window"
-    return ""
-
-
 def own_device() -> torch.device:
     """Return the device of this rank."""
     return (
@@ -195,20 +186,9 @@ def build(args: argparse.Namespace) -> Any:
     config = args.tiny_config
     if hasattr(args, "transformer_config"):
         return args.build(config).to(own_device())
-    try:
-        from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
-    except ImportError:
-        from cp_ring.megatron.gpt_model import build as build_from_flags
+    from cp_ring.megatron import gpt_model  # imports Megatron
 
-        model = build_from_flags(config=config)
-    else:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        make = hybrid_config_from_args if pattern_of(args) else gpt_config_from_args
-        of_model = make(args, config)
-        model = of_model.get_builder_cls()(of_model).build_model(
-            ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
-        )
+    model = gpt_model.build(config=config)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.to(own_device())

@@ -1,15 +1,12 @@
-"""Masks of microbatches: the masks that batches declare, and the code that they share with packed
-documents.
+"""The masks that batches declare.
 
 A batch may carry `cp_ring_mask` beside its tokens: a `Mask` for all of its batch rows, or a list
-with one for each. The mask travels as
-documents do, see `documents`.
+with one for each. The mask travels as documents do, see `documents`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,53 +14,28 @@ import numpy as np
 import torch
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.config import EVERY_KEY, LayerWindows
-from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
-from cp_ring.megatron.adapter.plans import layout_of_row
+from cp_ring.megatron.adapter.config import Split
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask, narrowed
+from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints
-from cp_ring.plan.records import RankPlan
-from cp_ring.runtime import RUNTIME
 
 
-@dataclass(frozen=True, eq=False)
 class DeclaredMask(MicrobatchMask):
-    """The mask that a batch declares.
+    """The mask that a batch declares. A causal layer's window limits earlier keys only."""
 
-    Attributes:
-        whole: the mask of the stream of all batch rows.
-        layout: the layout of the stream.
-        batch: the number of batch rows.
-    """
-
-    origin = KEY
-    whole: Mask
-    layout: Layout
-    batch: int = 1
-    _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
+    origin, later = KEY, -1
 
     @classmethod
-    def of_rows(
-        cls, masks: Sequence[Mask], layout: str, cp: int, windows: LayerWindows = EVERY_KEY
-    ) -> DeclaredMask:
-        """Join the masks of batch rows, which have the same length. The layout named `layout`
-        splits each batch row separately.
+    def of_rows(cls, masks: Sequence[Mask], cp: int, split: Split = Split()) -> DeclaredMask:
+        """Join the masks of batch rows, which have the same length. `split` splits each batch row
+        separately.
         """
-        layouts = [
-            layout_of_row(layout, mask.n, cp, partial(_seen_by, mask, causal=True), windows)
-            for mask in masks
-        ]
+        layouts = [layout_of(split, mask.n, cp, partial(_narrowed_before, mask)) for mask in masks]
         if len(masks) == 1:
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
-
-    def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
-        """Return the declared mask within a layer's window. A causal layer's window limits earlier
-        keys only.
-        """
-        return _seen_by(self.whole, window, causal)
 
     def positions(self, rank: int) -> torch.Tensor:
         positions = torch.from_numpy(self.whole.positions[self.layout.positions(rank)])
@@ -76,22 +48,9 @@ class DeclaredMask(MicrobatchMask):
         first, position = self.whole.segments
         return not np.array_equal(first, starts) or bool(position.any())
 
-    def last(self) -> torch.Tensor:
-        return torch.from_numpy(self.whole.last)
 
-    def starts(self) -> tuple[Ints, Ints]:
-        """Return the starts of sequences and branches; a branch continues the state of the last
-        earlier token that its first token sees.
-        """
-        segments, pieces = self.whole.segments, self.whole.pieces
-        starts, before = segments[0], np.full_like(segments[0], -1)
-        for i in np.flatnonzero(segments[1]):
-            seen = (pieces.q0 <= starts[i]) & (starts[i] < pieces.q1) & (pieces.k1 <= starts[i])
-            before[i] = pieces.k1[seen].max() - 1
-        return starts, before
-
-    def kind(self) -> str:
-        return self.whole.name
+def _narrowed_before(mask: Mask, window: tuple[int, int]) -> Mask:
+    return narrowed(mask, (window[0], -1))
 
 
 def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
@@ -131,9 +90,3 @@ def _mask(entry: Any) -> Mask:
     if not isinstance(entry, Mask):
         raise ConfigError(f"{KEY} is a {type(entry).__name__}, not a Mask, or a list of them")
     return entry
-
-
-@RUNTIME.cache(maxsize=64)
-def _seen_by(mask: Mask, window: tuple[int, int], causal: bool) -> Mask:
-    left, right = window[0], -1 if causal else window[1]
-    return mask if left < 0 and right < 0 else mask & (left, right)

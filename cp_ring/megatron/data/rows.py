@@ -14,7 +14,7 @@ from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.microbatch_mask import KEY
-from cp_ring.megatron.adapter.plans import make_layout
+from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.settings import current
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
     """
     if cp == 1:
         return batch
-    ring = in_force()
+    split = in_force().split
     return {
-        name: make_layout(ring.layout, tensor.shape[1], cp, ring.windows).shard(tensor, rank, 1)
+        name: layout_of(split, tensor.shape[1], cp).shard(tensor, rank, 1)
         for name, tensor in batch.items()
     }
 
@@ -56,8 +56,8 @@ def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:
         )
     from cp_ring.megatron.data.masks import DeclaredMask, read  # few jobs declare masks
 
-    masks, ring = read(entry, batch, n, current().kinds), in_force()
-    return DeclaredMask.of_rows(masks, ring.layout, cp, ring.windows)
+    masks = read(entry, batch, n, current().kinds)
+    return DeclaredMask.of_rows(masks, cp, in_force().split)
 
 
 def check_length(n: int, cp: int) -> None:

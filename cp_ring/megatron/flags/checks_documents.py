@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_ring.megatron.flags.asked import Asked, Check
+from cp_ring.megatron.adapter.asked import Asked, Check
 from cp_ring.megatron.flags.layer_pattern import letters_of
 from cp_ring.megatron.options import Options
 

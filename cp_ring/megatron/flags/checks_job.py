@@ -10,8 +10,8 @@ from tempfile import TemporaryFile
 
 from cp_ring.errors import one_line
 from cp_ring.megatron import compat
+from cp_ring.megatron.adapter.asked import Asked, Check
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.flags.asked import Asked, Check
 from cp_ring.megatron.flags.checks_documents import documents_flag, splits_packed
 from cp_ring.megatron.options import Options
 

@@ -8,7 +8,6 @@ import argparse
 
 from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.megatron.adapter.attention_sizes import attention_sizes
-from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.latent_tap import latent_problem
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.adapter.plans import make_plan
@@ -65,7 +64,7 @@ def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
     """Return True if attention of one causal sequence is predicted to be faster with latents."""
     cp = args.context_parallel_size
     node = max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
-    plan = make_plan("causal", args.seq_length, cp, windows=in_force().windows)
+    plan = make_plan("causal", args.seq_length, cp)
     latent, plain = (
         plan.time(Conditions(_sizes(args, wire), node=node)).both for wire in ("latent", "plain")
     )

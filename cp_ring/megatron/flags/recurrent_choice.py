@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cp_ring.megatron.flags.asked import Asked
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of, shown_pattern
 from cp_ring.megatron.options import Options
 from cp_ring.recurrent.choice import MixerSizes
