@@ -15,11 +15,13 @@ from megatron.training.datasets import data_samplers
 from cp_ring import Mask, Options
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.microbatch_mask import KEY
+from cp_ring.megatron.data import balanced_sampler
 from cp_ring.megatron.data.balanced_sampler import (
     BalancedSampler,
     balanced_loader,
     row_of,
     work_of,
+    work_of_rows,
 )
 from cp_ring.megatron.data.packing import imbalance
 
@@ -53,9 +55,7 @@ def steps(make, balanced, ranks=2, microbatches=3, count=8, **where):
     found = []
     for rank in range(ranks):
         sampler = make(rank, ranks, **where)
-        sampler = (
-            BalancedSampler(sampler, microbatches, lambda row: WORK[row]) if balanced else sampler
-        )
+        sampler = BalancedSampler(sampler, microbatches, WORK.__getitem__) if balanced else sampler
         dealt = (
             itertools.chain.from_iterable(iter(sampler) for _ in range(9))
             if make is cyclic
@@ -93,12 +93,45 @@ def test_a_resumed_job_goes_on_with_the_same_steps():
 def args(monkeypatch):
     monkeypatch.setattr(data_samplers.mpu, "get_data_parallel_rank", lambda: 0)
     monkeypatch.setattr(data_samplers.mpu, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(data_samplers.mpu, "get_data_parallel_group", lambda **_: Group([[]], 0))
     values = argparse.Namespace(
         dataloader_type="single", micro_batch_size=2, global_batch_size=8, full_validation=False, hybrid_context_parallel=False,
         num_workers=0, exit_signal_handler=False, eval_micro_batch_size=2, eval_global_batch_size=8,
     )  # fmt: skip
     monkeypatch.setattr(data_samplers, "get_args", lambda: values)
     return values
+
+
+class Group:
+    """A rank of a group; `read` has what each rank has measured."""
+
+    def __init__(self, read, rank):
+        self.read, self.number = read, rank
+
+    def rank(self):
+        return self.number
+
+    def size(self):
+        return len(self.read)
+
+
+def test_each_row_is_read_by_one_rank(monkeypatch):
+    rows, ranks, measured = np.arange(11) * 3, 4, []
+    read = [WORK[rows[rank::ranks]].tolist() for rank in range(ranks)]
+
+    def gather(parts, own, group):
+        assert own == read[group.rank()]
+        parts[:] = read
+
+    def measure(dataset, row):
+        measured.append(row)
+        return dataset[row]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(balanced_sampler, "work_of", measure)
+    for rank in range(ranks):
+        assert np.array_equal(work_of_rows(WORK, rows, Group(read, rank)), WORK[rows])
+    assert sorted(measured) == rows.tolist()
 
 
 def build(args, dataset):

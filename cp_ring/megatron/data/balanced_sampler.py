@@ -4,7 +4,8 @@
 Megatron's samplers deal out the rows of a step in the order of the data set. This sampler deals out
 the same rows, but a row may move to another microbatch of the step, and to another data-parallel
 rank. It wraps Megatron's sampler. Every rank runs the samplers of all ranks, which are lists of
-numbers, and finds the same order from the lengths of the documents in each row.
+numbers, and finds the same order from the lengths of the documents in each row. Rows that must be
+read for this are shared out: each rank reads some, and all gather the work of all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch.distributed
+from megatron.core import parallel_state
 
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import boundaries
@@ -36,10 +39,10 @@ class BalancedSampler:
     Args:
         sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch.
         microbatches: microbatches of a rank in a step.
-        work: the work of a row, by its number.
+        work: returns the work of rows, float64 [rows], by their numbers, int64 [rows].
     """
 
-    def __init__(self, sampler: Any, microbatches: int, work: Callable[[int], float]):
+    def __init__(self, sampler: Any, microbatches: int, work: Callable[[Ints], np.ndarray]):
         self.sampler, self.microbatches, self.work = sampler, microbatches, work
         self._given = 0
 
@@ -71,9 +74,7 @@ class BalancedSampler:
         rows].
         """
         numbers = np.array(step, np.int64).swapaxes(0, 1)
-        work = np.array([self.work(int(number)) for number in numbers.flat], np.float64).reshape(
-            numbers.shape
-        )
+        work = self.work(numbers.reshape(-1)).reshape(numbers.shape)
         order = balanced_order(work)
         if self._given <= self.microbatches:
             read, ranks_read = imbalance(work)
@@ -115,14 +116,30 @@ def balanced_loader(
         )
         return loader
     microbatches = args.global_batch_size // (args.micro_batch_size * ranks)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     # torch's DataLoader does not accept another sampler once it is made, but reads this attribute
     # when it is iterated.
     object.__setattr__(
         loader,
         "batch_sampler",
-        BalancedSampler(sampler, microbatches, lambda index: work_of(dataset, index)),
+        BalancedSampler(sampler, microbatches, lambda rows: work_of_rows(dataset, rows, group)),
     )
     return loader
+
+
+def work_of_rows(dataset: Any, rows: Ints, group: Any) -> np.ndarray:
+    """Return the work of rows, float64 [rows], by their numbers, int64 [rows]. Each rank of the
+    group measures some of them; all call this with the same rows.
+    """
+    rank, ranks = group.rank(), group.size()
+    parts = [[work_of(dataset, int(row)) for row in rows[rank::ranks]]]
+    if ranks > 1:
+        own, parts = parts[0], [[]] * ranks
+        torch.distributed.all_gather_object(parts, own, group=group)
+    work = np.empty(len(rows))
+    for first, part in enumerate(parts):
+        work[first::ranks] = part
+    return work
 
 
 def _trains(dataset: Any) -> bool:
