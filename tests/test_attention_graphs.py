@@ -2,12 +2,16 @@
 graphs.
 """
 
+import warnings
+
+import pytest
 import torch
 
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.kernels import work
 from cp_ring.observe import watchdog
 from cp_ring.observe.watchdog import Watch
+from cp_ring.ops.capture import capturing
 from cp_ring.testing.oracle import Case
 from tests.loopback import LoopbackTransport
 from tests.rings import said
@@ -49,3 +53,17 @@ def test_the_watchdog_does_not_ask_a_device_that_captures(monkeypatch):
         watch.begin(batch, [])
         assert (watch.sampled is not None) is not captures
         assert watch.longest()[0] is batch
+
+
+@pytest.mark.parametrize(
+    "allocator, register, warned",
+    [("expandable_segments:True", "", 1), ("expandable_segments:True", "0", 0), ("", "", 0)],
+)
+def test_a_capture_with_expandable_segments_warns(monkeypatch, allocator, register, warned):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert capturing(torch.device("cuda")) and not capturing(torch.device("cpu"))
+    assert len(told) == warned and all("NCCL_GRAPH_REGISTER=0" in str(x) for x in told)
