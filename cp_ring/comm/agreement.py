@@ -195,7 +195,7 @@ class Agreement:
         if line:  # after which the ranks may agree again
             self._known.clear()
             self._history = hashlib.blake2b(digest_size=16)
-            self.tag = self._calls = self._last = self._events = 0
+            self.tag = self._calls = self._last = self._events = self._new = 0
             raise PlanError(line)
 
     def explain(self, error: RuntimeError, peers: Iterable[int]) -> Exception:
