@@ -138,7 +138,7 @@ def balanced_layout(
     worth = TUNING.worth * seconds if cp > CONDITIONS.node else 0.0
     for split in () if good else others:
         even = balance(layers, split)
-        busiest = ideal * balance(layers, split.merged(heads_of(cp)[-1]))
+        busiest = ideal * balance(layers, split.merged(CONDITIONS.heads_to_try(cp)[-1]))
         if even <= most or busiest <= worth:
             found.append((even, _seconds(layers, split)[0], split))
     ranks = [(even if seconds > worth else 0.0, seconds) for even, seconds, _ in found]
@@ -173,22 +173,17 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
     total, computing = 0.0, 0.0
     for mask, count in layers:
         best, pairs = np.inf, 0
-        for heads in reversed(heads_of(split.cp)):
+        for heads in reversed(CONDITIONS.heads_to_try(split.cp)):
             members = split.merged(heads)
             around = 2 * CONDITIONS.exchange(-(-mask.n // split.cp), heads)
-            traffic = _traffic(mask, members, heads)
+            tiles, rank, far = shard_tiles(mask.pieces, members)
+            traffic = Traffic.of(tiles, _pairs_of_blocks(tiles), rank, far, members, heads)
             if traffic.bound + around < min(best, limit / count):
                 best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
             pairs = int(traffic.pairs.sum())
         total += count * best
         computing += count * pairs / split.cp * sum(CONDITIONS.pair_seconds())
     return total, computing
-
-
-def _traffic(mask: Mask, members: Layout, heads: int) -> Traffic:
-    tiles, rank, far = shard_tiles(mask.pieces, members)
-    pairs, shard = _pairs_of_blocks(tiles), -(-mask.n // members.cp)
-    return Traffic.of(tiles, pairs, rank, far, members.cp, shard, heads, CONDITIONS)
 
 
 def _pairs_of_blocks(tiles: Tiles) -> Ints:
@@ -202,15 +197,6 @@ def _pairs_of_blocks(tiles: Tiles) -> Ints:
     there, back = CONDITIONS.sizes.pair_flops
     begin = BLOCK * (there * queries + back * keys) / (there + back)
     return np.where(banded, ragged, whole) + begin.astype(np.int64)
-
-
-def heads_of(cp: int) -> list[int]:
-    """Return how many ranks may exchange heads: inside one node only 1, else up to the ranks of a
-    node.
-    """
-    return [
-        heads for heads in (1, 2, 4, 8) if cp % heads == 0 and (heads == 1 or cp > CONDITIONS.node)
-    ]
 
 
 def balance(layers: Layers, layout: Layout) -> float:

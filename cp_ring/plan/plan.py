@@ -211,10 +211,9 @@ class Plan:
         """Return the predicted time of a layer's attention."""
         ring, heads = self.ring, self.ulysses
         tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
-        shard = int(ring.layout.tokens_per_rank.max())
-        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, ring.cp, shard, heads, given)
+        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, ring.layout, heads, given)
         keys, gradients = (
-            traffic.link_seconds(table.sender, table.receiver, table.hop, table.tokens * width)
+            traffic.links(table.sender, table.receiver, table.hop, table.tokens * width).max(0)
             for table, width in zip(
                 (ring.transfers, ring.gradients), given.sizes.of_rank(heads).on_wire(), strict=True
             )

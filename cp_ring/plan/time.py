@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import split_heads, unsplit
 from cp_ring.plan.tiles import OPEN, Tiles
+
+if TYPE_CHECKING:
+    from cp_ring.plan.layout import Layout
 
 Floats = NDArray[np.float64]
 
@@ -240,16 +244,17 @@ class Traffic:
         area: Ints,
         rank: Ints,
         far: Ints,
-        cp: int,
-        shard: int,
+        members: Layout,
         heads: int = 1,
         given: Conditions = CONDITIONS,
     ) -> Traffic:
-        """Count the traffic of all tiles, joined where they can be, each of `area` pairs.
+        """Count the traffic of all tiles between `members` of `heads` ranks, joined where they can
+        be, each of `area` pairs.
 
         `far` is the distance of each tile from the owner of its keys. Each token of an owner is
         counted once.
         """
+        cp = members.cp
         place = rank * cp + far
         pairs = np.bincount(place, area, cp * cp).astype(np.int64)
         group, start, end = union(place, tiles.k0, tiles.k1)
@@ -265,26 +270,20 @@ class Traffic:
             np.bincount(place, tiles.q1 - tiles.q0, cp * cp).astype(np.int64).reshape(cp, cp),
             np.stack([calls, calls * several]).reshape(2, 2, cp, cp),
             _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
-            shard,
+            int(members.tokens_per_rank.max()),
             heads,
             given,
         )
 
     @cached_property
     def _moving(self) -> Floats:
-        """Seconds that keys travel, summed up to each distance, [4, cp, cp + 1]: arriving from
-        inside the node and from others, leaving to ranks of the node and to others.
+        """The `links` of keys that go straight to their readers, summed up to each distance, [4,
+        cp, cp + 1].
         """
-        cp, rates = len(self.keys), self.given.rates
-        near = self.given.members(self.heads)
-        reader, far = np.indices((cp, cp))
-        crosses = reader // near != (reader - far) % cp // near
-        size = self.keys * self.given.sizes.of_rank(self.heads).on_wire()[0]
-        arrive = np.where(
-            crosses, [size * 0, size / rates.between], [size / rates.inside, size * 0]
-        )
-        leave = arrive[:, (reader + far) % cp, far]
-        return np.pad(np.cumsum(np.concatenate([arrive, leave]), 2), ((0, 0), (0, 0), (1, 0)))
+        reader, far = np.indices(self.keys.shape).reshape(2, -1)
+        size = self.keys.reshape(-1) * self.given.sizes.of_rank(self.heads).on_wire()[0]
+        moved = self.links((reader - far) % len(self.keys), reader, far, size)
+        return np.pad(np.cumsum(moved, 2), ((0, 0), (0, 0), (1, 0)))
 
     @cached_property
     def bound(self) -> float:
@@ -342,20 +341,18 @@ class Traffic:
         exchange, one_call = (forward, backward), (ideal * of_pair[0], ideal * of_pair[1])
         return AttentionTime(compute, moving, order, host, exchange, one_call)
 
-    def link_seconds(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
-        """Return the seconds in which messages of `size` bytes travel, [cp, hops]: in and out,
-        inside nodes and between nodes, at the same time.
+    def links(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
+        """Return the seconds in which messages of `size` bytes travel by each rank and hop, or
+        distance, [4, cp, cp]: in and out, inside nodes and between nodes, at the same time.
         """
-        near, rates = self.given.members(self.heads), self.given.rates
+        near, rates, cp = self.given.members(self.heads), self.given.rates, len(self.keys)
         crosses = sender // near != receiver // near
-        shape = len(self.keys), len(self.keys)
-        seconds = np.zeros(shape)
-        for link, rate in ((~crosses, rates.inside), (crosses, rates.between)):
-            for member in (receiver, sender):
-                place = (member * shape[1] + hop)[link]
-                moved = np.bincount(place, size[link], shape[0] * shape[1])
-                seconds = np.maximum(seconds, moved.reshape(shape) / rate)
-        return seconds
+        seconds = [
+            np.bincount((member * cp + hop)[link], size[link], cp * cp) / rate
+            for link, rate in ((~crosses, rates.inside), (crosses, rates.between))
+            for member in (receiver, sender)
+        ]
+        return np.reshape(seconds, (4, cp, cp))
 
     def schedules(self, slot_shards: int) -> Iterator[Schedule]:
         """Yield schedules whose hops bring at most `slot_shards` shards, or one source.
