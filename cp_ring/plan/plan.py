@@ -211,7 +211,8 @@ class Plan:
         """Return the predicted time of a layer's attention."""
         ring, heads = self.ring, self.ulysses
         tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
-        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, ring.layout, heads, given)
+        shards = ring.layout.tokens_per_rank
+        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
         keys, gradients = (
             traffic.links(table.sender, table.receiver, table.hop, table.tokens * width).max(0)
             for table, width in zip(

@@ -85,8 +85,8 @@ def offsets(values: object, what: str, end: int | None = None) -> Ints:
     return edges
 
 
-def stream_length(n: int, what: str = "n") -> int:
-    return size_within(n, what, MAX_TOKENS, f"a stream of {n} tokens: it must hold")
+def stream_length(n: int) -> int:
+    return size_within(n, "n", MAX_TOKENS, f"a stream of {n} tokens: it must hold")
 
 
 def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:

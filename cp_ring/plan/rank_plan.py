@@ -50,10 +50,10 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
-    receives = _Messages(keys.table, rank, "receiver", "receiver", cp, keys)
-    sends = _Messages(leaving, rank, "sender", "receiver", cp, keys)
-    grad_sends = _Messages(grads.table, rank, "sender", "sender", cp, grads)
-    grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", cp, grads)
+    receives = _Messages(keys.table, rank, "sender", "receiver", cp, keys)
+    sends = _Messages(leaving, rank, "receiver", "receiver", cp, keys)
+    grad_sends = _Messages(grads.table, rank, "receiver", "sender", cp, grads)
+    grad_receives = _Messages(grads_arriving, rank, "sender", "sender", cp, grads)
     every = (tile_hop, keys.table.hop, leaving.hop, grads.table.hop, grads_arriving.hop)
     distances = _numbers([0], tile_far, receives.distance, grad_sends.distance)
     hop_of = np.array(plan.schedule)[distances]
@@ -118,7 +118,7 @@ def _own_tiles(
 class _Messages:
     """The messages of a table, with ranges counted in this rank's buffers.
 
-    `end` names this rank's end of the messages (`sender` or `receiver`), `holder` the end whose
+    `peer` names the other end of the messages (`sender` or `receiver`), `holder` the end whose
     buffer is that of the message's hop. `distance` is this rank's distance from the owner of each
     message. The distance of the holder orders the messages of several owners at both ends.
     """
@@ -127,21 +127,20 @@ class _Messages:
         self,
         table: Transfers,
         rank: int,
-        end: str,
+        peer: str,
         holder: str,
         cp: int,
         buffers: _HopBuffers,
     ):
-        peer = table.sender if end == "receiver" else table.receiver
-        buffer = table.hop if end == holder else table.buffer
+        peers: Ints = getattr(table, peer)
+        # `Transfer.buffer` is 0 for the buffer of the message's own hop.
+        named = table.buffer if peer == holder else np.zeros_like(peers)
         self.distance: Ints = ring_distance(rank, table.owner, cp)
         slide = buffers.slide(table.owner, table.start)
-        # `Transfer.buffer` is 0 for the buffer of the message's own hop.
-        named = np.where(buffer == table.hop, 0, buffer)
         of_holder = ring_distance(getattr(table, holder), table.owner, cp)
-        sort = sort_index(table.hop, peer, of_holder, table.start)
+        sort = sort_index(table.hop, peers, of_holder, table.start)
         self._hop = table.hop[sort]
-        self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]
+        self._messages = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
 
     def at(self, hop: int) -> tuple[Transfer, ...]:
         """Return the messages of one hop, one transfer for each peer and buffer."""

@@ -169,8 +169,8 @@ def tables_of(
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
-        given = CONDITIONS.dividing(heads)
-        traffic = Traffic.of(tiles, tiles.area(), rank, far, layout, heads, given)
+        shards, given = layout.tokens_per_rank, CONDITIONS.dividing(heads)
+        traffic = Traffic.of(tiles, tiles.area(), rank, far, shards, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,6 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import split_heads, unsplit
 from cp_ring.plan.tiles import OPEN, Tiles
-
-if TYPE_CHECKING:
-    from cp_ring.plan.layout import Layout
 
 Floats = NDArray[np.float64]
 
@@ -244,17 +240,17 @@ class Traffic:
         area: Ints,
         rank: Ints,
         far: Ints,
-        members: Layout,
+        shards: Ints,
         heads: int = 1,
         given: Conditions = CONDITIONS,
     ) -> Traffic:
-        """Count the traffic of all tiles between `members` of `heads` ranks, joined where they can
-        be, each of `area` pairs.
+        """Count the traffic of all tiles, joined where they can be, each of `area` pairs, between
+        members of `heads` ranks with `shards` tokens.
 
         `far` is the distance of each tile from the owner of its keys. Each token of an owner is
         counted once.
         """
-        cp = members.cp
+        cp = len(shards)
         place = rank * cp + far
         pairs = np.bincount(place, area, cp * cp).astype(np.int64)
         group, start, end = union(place, tiles.k0, tiles.k1)
@@ -270,7 +266,7 @@ class Traffic:
             np.bincount(place, tiles.q1 - tiles.q0, cp * cp).astype(np.int64).reshape(cp, cp),
             np.stack([calls, calls * several]).reshape(2, 2, cp, cp),
             _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
-            int(members.tokens_per_rank.max()),
+            int(shards.max()),
             heads,
             given,
         )
@@ -283,7 +279,7 @@ class Traffic:
         reader, far = np.indices(self.keys.shape).reshape(2, -1)
         size = self.keys.reshape(-1) * self.given.sizes.of_rank(self.heads).on_wire()[0]
         moved = self.links((reader - far) % len(self.keys), reader, far, size)
-        return np.pad(np.cumsum(moved, 2), ((0, 0), (0, 0), (1, 0)))
+        return np.insert(np.cumsum(moved, 2), 0, 0, 2)
 
     @cached_property
     def bound(self) -> float:
@@ -367,9 +363,9 @@ class Traffic:
             if (self.keys[:, 1:].sum(1) <= most).all():
                 yield (0, *[1] * (cp - 1))
             return
-        brought = np.pad(np.cumsum(self.keys, 1), ((0, 0), (1, 0)))
+        brought = np.insert(np.cumsum(self.keys, 1), 0, 0, 1)
         seconds = self.given.pair_seconds(self.heads)[0]
-        worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * seconds
+        worked = np.insert(np.cumsum(self.pairs, 1), 0, 0, 1) * seconds
         for ratio in AHEAD:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < cp:
