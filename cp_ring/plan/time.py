@@ -171,31 +171,6 @@ def least(seconds: Sequence[float]) -> int:
     return next(i for i, time in enumerate(seconds) if time <= 1.01 * min(seconds))
 
 
-def _stages(
-    live: NDArray[np.bool_], there: Floats, back: Floats, keys: Floats, gradients: Floats
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
-    """Return the seconds that each stage of each rank computes and moves data, in forward and in
-    backward [ranks, stages], and the hop of each stage of forward.
-
-    live: True for each hop of a rank with work or messages [ranks, hops]. The other arguments are
-    seconds of these hops: attention in forward (`there`) and in backward (`back`), keys, and their
-    gradients.
-    """
-    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
-    there, back, keys, gradients = (
-        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
-    )
-    none = np.zeros((len(there), 1))
-    moving = (
-        np.concatenate([keys[:, 1:], none], 1),
-        np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
-    )
-    back = np.concatenate([back, none], 1)
-    back[:, 0] /= 2
-    back[np.arange(len(back)), live.sum(1)] += back[:, 0]
-    return (there, back), moving, order
-
-
 def _longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
     """Return the pairs of the longest block of each place, int64 [2, places], in forward and in
     backward: one processor of a device computes `BLOCK` queries of a head, or in backward `BLOCK`
@@ -327,14 +302,27 @@ class Traffic:
         )
         live = (there + keys + gradients) > 0
         live[:, 0] = True
-        compute, moving, order = _stages(live, there, back, keys, gradients)
-        host = live.sum(1) * rates.host
+        hops_of_rank, order = live.sum(1), np.argsort(~live, 1, kind="stable")
+        # a rank skips hops without work and messages
+        there, back, keys, gradients = (
+            np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
+        )
+        none = np.zeros((len(there), 1))
+        moving = (
+            np.concatenate([keys[:, 1:], none], 1),
+            np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
+        )
+        back = np.concatenate([back, none], 1)
+        back[:, 0] /= 2
+        back[np.arange(len(back)), hops_of_rank] += back[:, 0]
+        compute = there, back
         tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
         forward, backward = (
             given.exchange(tokens, self.heads, float(stages.sum(1).max()))
             for stages in map(np.maximum, compute, moving)
         )
         exchange, one_call = (forward, backward), (ideal * of_pair[0], ideal * of_pair[1])
+        host = hops_of_rank * rates.host
         return AttentionTime(compute, moving, order, host, exchange, one_call)
 
     def links(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:

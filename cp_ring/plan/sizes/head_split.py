@@ -1,5 +1,14 @@
-"""The heads that each rank computes where several ranks exchange heads and act as one rank of the
-ring, a member (see `cp_ring.plan.members`).
+"""Head parallelism, the second axis of context parallelism, around the ring: the heads that each
+rank computes.
+
+`ulysses` neighboring ranks form a member of the ring. They exchange tokens for heads (an
+all-to-all): each then holds the tokens of the whole member, but only its part of the heads. The
+ring runs over the members, once for each part of the heads; the outputs go back the same way. With
+`ulysses=1` every rank is its own member, and the ring is alone; with `ulysses=cp` all ranks are one
+member, and there is no ring.
+
+Sources: DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both axes at once, Fang
+and Zhao, https://arxiv.org/abs/2405.07719.
 """
 
 from __future__ import annotations
