@@ -151,17 +151,17 @@ def balanced_layout(
         for (of, took), (*_, split) in zip(ranks, found, strict=True)
         if of == even and took <= ALMOST * seconds
     ]
-    known = [one for one in alike if any(one[1] is other for other in others)]
-    return min(known or alike, key=lambda one: (len(one[1].owner), one[0]))[1]
+    return min(alike, key=lambda one: (one[1] not in others, len(one[1].owner), one[0]))[1]
 
 
 def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[tuple[Ints, Ints]]:
     """Yield the splits that are compared; few for many ranks, because they take long to make."""
-    if len(sizes) > 2 * CONDITIONS.node:
-        yield from (_deal(work, rows, sizes, share, ENOUGH) for share in SHARES)
+    many = len(sizes) > 2 * CONDITIONS.node
+    for enough in (ENOUGH, LOOSE)[: 2 - many]:
+        for share in (COARSE, *SHARES)[many:]:
+            yield _deal(work, rows, sizes, share, enough)
+    if many:
         return
-    for enough in (ENOUGH, LOOSE):
-        yield from (_deal(work, rows, sizes, share, enough) for share in (COARSE, *SHARES))
     grid = np.unique(np.linspace(0, rows[-1], GRID * len(sizes) + 1).astype(np.int64))
     yield _deal(work, grid, sizes, np.inf, LOOSE)
 

@@ -302,8 +302,8 @@ class Traffic:
         )
         live = (there + keys + gradients) > 0
         live[:, 0] = True
-        hops_of_rank, order = live.sum(1), np.argsort(~live, 1, kind="stable")
         # a rank skips hops without work and messages
+        hops_of_rank, order = live.sum(1), np.argsort(~live, 1, kind="stable")
         there, back, keys, gradients = (
             np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
         )

@@ -13,7 +13,7 @@ from cp_ring.plan import Layout, Plan
 from cp_ring.plan.balance import balance
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
-from cp_ring.plan.time import CONDITIONS, Conditions
+from cp_ring.plan.time import Conditions
 from cp_ring.tools.plan import kernel_calls
 from tests.longca import referee
 from tests.longca.masks import TOKENS, Cell
@@ -53,7 +53,7 @@ def row(cell):
     layout = Layout.balanced(mask, cell.cp)
     clock.append(process_time())
     found = []
-    for heads in CONDITIONS.heads_to_try(cell.cp):
+    for heads in GIVEN.heads_to_try(cell.cp):
         times = [process_time()]
         plan = Plan.build(mask, layout, ulysses=heads)
         times.append(process_time())
@@ -100,7 +100,7 @@ def bound(cell):
         row = pieces.within(query, query + 1)
         seen = max(seen, int(row.area()[row.q0 < row.q1].sum()))
     there, back = (mask.area() / cell.cp * flops / RATES.forward for flops in SIZES.pair_flops)
-    for heads in CONDITIONS.heads_to_try(cell.cp):
+    for heads in GIVEN.heads_to_try(cell.cp):
         keys, gradients = SIZES.of_rank(heads).on_wire()
         far = max(0, seen - NODE * TOKENS) / RATES.between
         exchange = GIVEN.exchange(TOKENS, heads)
