@@ -17,7 +17,6 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,50 +37,56 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """The numbers that decide how splits are made and which one is taken.
+# The numbers that decide how splits are made and which one is taken. Beside each: what others
+# change in the time of 125 cells of tests/longca by the formula, in percent, the mean and the most.
 
-    good: maximum over mean work; of the layouts that reach it, the fastest is taken.
-    enough, loose: exchanges end at this maximum over mean; `loose` is for fewer pieces, `enough` is
-    smaller than `good` because parts of parts are uneven too.
-    shares, coarse: the largest share of a part's work that a piece may hold, in the splits that are
-    compared; `coarse` for up to two nodes, where a split takes little time to make.
-    grid: chunks of each rank in an even grid, which is tried there too.
-    near: a split at most this many times as slow as one kernel call ends the search.
-    almost: of splits whose times differ by less, the simplest is taken.
-    worth: an even split may have uneven work if it takes at most this much of the time of others.
-    finest: tokens of the shortest piece of a cut.
-    runs: of short documents in a part.
-    places: of a rank where its work is measured.
-    alike: rows are alike if none sees more than this many times the keys of another.
-    aligned: pieces of so many blocks are cut between blocks.
-    exchanges: at most, for each part.
-    beyond: an exchange may gain this many times what is wanted.
+GOOD = 1.05  # 1.02: +0.05, +11; 1.1: +0.02, +3
+"""Maximum over mean work; of the layouts that reach it, the fastest is taken."""
 
-    Beside each number: what others change in the time of 125 cells of tests/longca by the formula,
-    in percent, the mean and the most.
-    """
+ENOUGH, LOOSE = 1.005, 1.02
+"""Exchanges end at this maximum over mean. `LOOSE` is for fewer pieces (1.005: -0.05, +3; 1.04:
++0.13, +5); `ENOUGH` is smaller than `GOOD` because parts of parts are uneven too (1.001: +0.03, +4;
+1.02: +0.05, +3).
+"""
 
-    good: float = 1.05  # 1.02: +0.05, +11; 1.1: +0.02, +3
-    enough: float = 1.005  # 1.001: +0.03, +4; 1.02: +0.05, +3
-    loose: float = 1.02  # 1.005: -0.05, +3; 1.04: +0.13, +5
-    shares: tuple[float, ...] = (1.0, 0.5)  # one: +1.1, +18; and 0.25: -0.12, 0
-    coarse: float = 2.0  # without: -0.06, +2
-    grid: int = 4  # 2: +0.07, +13; 8: +0.09, +13
-    near: float = 1.02  # 1: -0.04, 0; 1.1: +0.4, +8
-    almost: float = 1.005  # 1: +0.04, +3; 1.02: +0.24, +7
-    worth: float = 0.9  # 0: 0, 0; 1: +0.04, +2
-    finest: int = 16  # 1: 0, 0; 128: -0.07, 0
-    runs: int = 16  # 4: +1.1, +34; 64: -0.45, +10, and 1.15 times the chunks
-    places: int = 64  # 16: +0.14, +12; 256: +0.01, +7
-    alike: int = 3  # 1: +0.85, +23; 100: +0.02, +3
-    aligned: int = 8  # 2: +0.03, +5; never: -0.12, +21
-    exchanges: int = 8  # 2: 0, +0.6; 32: 0, 0
-    beyond: float = 1.1  # 1: +0.01, +7; 1.5: +0.06, +5
+SHARES = (1.0, 0.5)  # one: +1.1, +18; and 0.25: -0.12, 0
+COARSE = 2.0  # without: -0.06, +2
+"""The largest share of a part's work that a piece may hold, in the splits that are compared;
+`COARSE` for up to two nodes, where a split takes little time to make.
+"""
 
+GRID = 4  # 2: +0.07, +13; 8: +0.09, +13
+"""The chunks of each rank in an even grid, which is tried there too."""
 
-TUNING = Tuning()
+NEAR = 1.02  # 1: -0.04, 0; 1.1: +0.4, +8
+"""A split at most this many times as slow as one kernel call ends the search."""
+
+ALMOST = 1.005  # 1: +0.04, +3; 1.02: +0.24, +7
+"""Of splits whose times differ by less, the simplest is taken."""
+
+WORTH = 0.9  # 0: 0, 0; 1: +0.04, +2
+"""An even split may have uneven work if it takes at most this much of the time of others."""
+
+FINEST = 16  # 1: 0, 0; 128: -0.07, 0
+"""The tokens of the shortest piece of a cut."""
+
+RUNS = 16  # 4: +1.1, +34; 64: -0.45, +10, and 1.15 times the chunks
+"""The runs of short documents in a part."""
+
+PLACES = 64  # 16: +0.14, +12; 256: +0.01, +7
+"""The places of a rank where its work is measured."""
+
+ALIKE = 3  # 1: +0.85, +23; 100: +0.02, +3
+"""Rows are alike if none sees more than this many times the keys of another."""
+
+ALIGNED = 8 * BLOCK  # 2: +0.03, +5; never: -0.12, +21
+"""Pieces of so many tokens are cut between blocks."""
+
+EXCHANGES = 8  # 2: 0, +0.6; 32: 0, 0
+"""The most exchanges, for each part."""
+
+BEYOND = 1.1  # 1: +0.01, +7; 1.5: +0.06, +5
+"""An exchange may gain this many times what is wanted."""
 
 Layers = Sequence[tuple[Mask, int]]
 """Masks of one length, and the number of layers that have each mask."""
@@ -120,25 +125,23 @@ def balanced_layout(
     rows, work = _measured(layers, cp)
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
     found: list[tuple[float, float, Layout]] = []
-    good = [split for split in others if balance(layers, split) <= TUNING.good]
+    good = [split for split in others if balance(layers, split) <= GOOD]
     ideal = 0.0
     for split in chain(good, (make(*chunks) for chunks in _deals(work, rows, sizes))):
-        even = max(TUNING.good, balance(layers, split))
+        even = max(GOOD, balance(layers, split))
         best, limit, *_ = min(found, key=lambda one: one[:2], default=(even, np.inf))
         if even > best:
             continue
-        seconds, computing = _seconds(
-            layers, split, TUNING.almost * limit if even == best else np.inf
-        )
+        seconds, computing = _seconds(layers, split, ALMOST * limit if even == best else np.inf)
         ideal = ideal or computing
         found.append((even, seconds, split))
-        if even == TUNING.good and seconds <= TUNING.near * ideal:
+        if even == GOOD and seconds <= NEAR * ideal:
             break
     most, seconds, _ = min(found, key=lambda one: one[:2])
-    worth = TUNING.worth * seconds if cp > CONDITIONS.node else 0.0
+    worth = WORTH * seconds if cp > CONDITIONS.node else 0.0
     for split in () if good else others:
         even = balance(layers, split)
-        busiest = ideal * balance(layers, split.merged(heads_of(cp)[-1]))
+        busiest = ideal * balance(layers, split.merged(CONDITIONS.heads_to_try(cp)[-1]))
         if even <= most or busiest <= worth:
             found.append((even, _seconds(layers, split)[0], split))
     ranks = [(even if seconds > worth else 0.0, seconds) for even, seconds, _ in found]
@@ -146,23 +149,21 @@ def balanced_layout(
     alike = [
         (took, split)
         for (of, took), (*_, split) in zip(ranks, found, strict=True)
-        if of == even and took <= TUNING.almost * seconds
+        if of == even and took <= ALMOST * seconds
     ]
-    known = [one for one in alike if any(one[1] is other for other in others)]
-    return min(known or alike, key=lambda one: (len(one[1].owner), one[0]))[1]
+    return min(alike, key=lambda one: (one[1] not in others, len(one[1].owner), one[0]))[1]
 
 
 def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[tuple[Ints, Ints]]:
     """Yield the splits that are compared; few for many ranks, because they take long to make."""
-    if len(sizes) > 2 * CONDITIONS.node:
-        yield from (_deal(work, rows, sizes, share, TUNING.enough) for share in TUNING.shares)
+    many = len(sizes) > 2 * CONDITIONS.node
+    for enough in (ENOUGH, LOOSE)[: 2 - many]:
+        for share in (COARSE, *SHARES)[many:]:
+            yield _deal(work, rows, sizes, share, enough)
+    if many:
         return
-    for enough in (TUNING.enough, TUNING.loose):
-        yield from (
-            _deal(work, rows, sizes, share, enough) for share in (TUNING.coarse, *TUNING.shares)
-        )
-    grid = np.unique(np.linspace(0, rows[-1], TUNING.grid * len(sizes) + 1).astype(np.int64))
-    yield _deal(work, grid, sizes, np.inf, TUNING.loose)
+    grid = np.unique(np.linspace(0, rows[-1], GRID * len(sizes) + 1).astype(np.int64))
+    yield _deal(work, grid, sizes, np.inf, LOOSE)
 
 
 def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[float, float]:
@@ -172,23 +173,19 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
     """
     total, computing = 0.0, 0.0
     for mask, count in layers:
-        best, pairs = np.inf, 0
-        for heads in reversed(heads_of(split.cp)):
+        best, work = np.inf, 0
+        for heads in reversed(CONDITIONS.heads_to_try(split.cp)):
             members = split.merged(heads)
             around = 2 * CONDITIONS.exchange(-(-mask.n // split.cp), heads)
-            traffic = _traffic(mask, members, heads)
+            tiles, rank, far = shard_tiles(mask.pieces, members)
+            pairs, shards = _pairs_of_blocks(tiles), members.tokens_per_rank
+            traffic = Traffic.of(tiles, pairs, rank, far, shards, heads, CONDITIONS)
             if traffic.bound + around < min(best, limit / count):
                 best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
-            pairs = int(traffic.pairs.sum())
+            work = int(traffic.pairs.sum())
         total += count * best
-        computing += count * pairs / split.cp * sum(CONDITIONS.pair_seconds())
+        computing += count * work / split.cp * sum(CONDITIONS.pair_seconds())
     return total, computing
-
-
-def _traffic(mask: Mask, members: Layout, heads: int) -> Traffic:
-    tiles, rank, far = shard_tiles(mask.pieces, members)
-    pairs, shard = _pairs_of_blocks(tiles), -(-mask.n // members.cp)
-    return Traffic.of(tiles, pairs, rank, far, members.cp, shard, heads, CONDITIONS)
 
 
 def _pairs_of_blocks(tiles: Tiles) -> Ints:
@@ -202,15 +199,6 @@ def _pairs_of_blocks(tiles: Tiles) -> Ints:
     there, back = CONDITIONS.sizes.pair_flops
     begin = BLOCK * (there * queries + back * keys) / (there + back)
     return np.where(banded, ragged, whole) + begin.astype(np.int64)
-
-
-def heads_of(cp: int) -> list[int]:
-    """Return how many ranks may exchange heads: inside one node only 1, else up to the ranks of a
-    node.
-    """
-    return [
-        heads for heads in (1, 2, 4, 8) if cp % heads == 0 and (heads == 1 or cp > CONDITIONS.node)
-    ]
 
 
 def balance(layers: Layers, layout: Layout) -> float:
@@ -235,7 +223,7 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
     n = layers[0][0].n
     starts = [edge for mask, _ in layers for edge in (mask.pieces.q0, mask.pieces.q1)]
     rows = np.unique(np.concatenate([[0, n], *starts]))
-    edge = np.union1d(rows, np.arange(0, n, max(1, n // (cp * TUNING.places))))
+    edge = np.union1d(rows, np.arange(0, n, max(1, n // (cp * PLACES))))
     pairs = chunk_work(layers, edge)
     # Rows that continue the keys of the rows before them, and see about as many, are one part.
     first = np.full(len(rows), n)
@@ -243,7 +231,7 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
         np.minimum.at(first, np.searchsorted(rows, mask.pieces.q0), mask.pieces.k0)
     keys = pairs / np.diff(edge)
     at = np.searchsorted(edge, rows[1:-1])
-    alike = np.maximum(keys[at], keys[at - 1]) <= TUNING.alike * np.minimum(keys[at], keys[at - 1])
+    alike = np.maximum(keys[at], keys[at - 1]) <= ALIKE * np.minimum(keys[at], keys[at - 1])
     goes_on = alike & (first[1:-1] < rows[1:-1])
     return rows[~np.pad(goes_on, 1)], Work(edge, np.append(0.0, np.cumsum(pairs)))
 
@@ -289,9 +277,7 @@ def _parts(work: Work, pieces: Ints, rooms: list[int], share: float, enough: flo
     if len(rooms) == 1:
         return [pieces]
     mean = float(work.of(*pieces).sum()) / len(rooms)
-    units = _units(
-        work, _runs(work, pieces, max(rooms) // TUNING.runs, mean / TUNING.runs), share * mean
-    )
+    units = _units(work, _runs(work, pieces, max(rooms) // RUNS, mean / RUNS), share * mean)
     flat = np.array([piece for unit in units for piece in unit], np.int64).T
     amounts = np.add.reduceat(work.of(*flat), starts_of(np.array([len(unit) for unit in units])))
     load, room = [0.0] * len(rooms), list(rooms)
@@ -327,9 +313,7 @@ def _split(pieces: Ints, segments: Ints) -> Ints:
     end = np.minimum(pieces[1, which], segments[segment + 1])
     size = end - start
     shared = np.bincount(segment, size, len(segments) - 1) < np.diff(segments)
-    middle = (start + size // 2 // BLOCK * BLOCK)[
-        shared[segment] & (size >= TUNING.aligned * BLOCK)
-    ]
+    middle = (start + size // 2 // BLOCK * BLOCK)[shared[segment] & (size >= ALIGNED)]
     return np.sort([np.append(start, middle), np.append(end, middle)])
 
 
@@ -352,12 +336,12 @@ def _units(work: Work, pieces: Ints, most: float) -> list[list[Range]]:
     amounts, units = work.of(*pieces), [[(start, end)] for start, end in pieces.T.tolist()]
     for index in np.flatnonzero(amounts > most).tolist():
         [(first, last)] = units[index]
-        finest = max((last - first) // TUNING.finest // 2, 1)
+        finest = max((last - first) // FINEST // 2, 1)
         count, largest, edges = 1, float(amounts[index]), np.array([first, last])
         while largest > 1.001 * most and count < finest:
             count = min(max(count + 1, int(count * largest / most)), finest)
             edges = np.linspace(first, last, 2 * count + 1).astype(np.int64)
-            if (last - first) // count >= TUNING.aligned * BLOCK:
+            if (last - first) // count >= ALIGNED:
                 edges[1:-1] = first + (edges[1:-1] - first) // BLOCK * BLOCK
             of = work.of(edges[:-1], edges[1:])
             largest = float((of + of[::-1]).max())
@@ -372,7 +356,7 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
     the idlest part, until no load is above `enough` of the mean: most masks show a query the keys
     before it, so ends hold more work.
     """
-    for _ in range(TUNING.exchanges * len(parts)):
+    for _ in range(EXCHANGES * len(parts)):
         top, low = int(load.argmax()), int(load.argmin())
         wanted = min(load[top] - mean, mean - load[low])
         if load[top] <= enough * mean:
@@ -385,7 +369,7 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
         # If a pair gains too much, only a part of it is exchanged, which cuts two more pieces; the
         # larger this part, the better.
         some = wanted * (0.5 - 0.2 * wanted / np.maximum(gain, wanted))
-        miss = np.where(gain > TUNING.beyond * wanted, some, abs(wanted - gain))
+        miss = np.where(gain > BEYOND * wanted, some, abs(wanted - gain))
         one, two = np.unravel_index(int(miss.argmin()), miss.shape)
         count, reached = int(tokens[one, two]), float(gain[one, two])
         if reached <= 0:
@@ -393,7 +377,7 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
         (start, end), (begin, stop) = parts[top][one], parts[low][two]
         for _ in range(4):
             reached = float(work.of(end - count, end) - work.of(begin, begin + count))
-            if reached <= TUNING.beyond * wanted or count == 1:
+            if reached <= BEYOND * wanted or count == 1:
                 break
             count = max(1, int(count * wanted / reached))
             count = max(count // BLOCK, 1) * BLOCK if count > BLOCK else count

@@ -78,10 +78,7 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
 
         tiles = lower(Tiles.of([Tile(0, 512, 0, 512, lo=-200, hi=0)]), Capabilities()).tiles
     """
-    parent = np.arange(len(tiles))
-    tiles = tiles.fitted()
-    live = tiles.live()
-    tiles, parent = tiles[live], parent[live]
+    tiles, parent = tiles.fitted().living(np.arange(len(tiles)))
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent)
     return Lowered(tiles, parent, band_kinds(tiles))

@@ -113,8 +113,9 @@ class Mask(MaskTable):
             )
         pieces = []
         for (q0, q1), (k0, k1), kind in zip(queries.tolist(), keys.tolist(), kinds, strict=True):
-            first, last = _sides_of(kind)
-            pieces.append((q0, q1, k0, k1, k0 - q0 if first else -OPEN, k1 - q1 if last else OPEN))
+            number = _number_of(kind)
+            lo, hi = k0 - q0 if number & 2 else -OPEN, k1 - q1 if number & 1 else OPEN
+            pieces.append((q0, q1, k0, k1, lo, hi))
         n = int(max(queries.max(initial=0), keys.max(initial=0))) if n is None else n
         return cls.from_pieces(n, pieces, "ranges")
 
@@ -414,14 +415,9 @@ class Mask(MaskTable):
         return cls(n, pieces, "block_diffusion", np.array([[0, half], [0, 0]]))
 
 
-_SLICES = {
-    "full": (False, False),
-    "causal": (False, True),
-    "inv_causal": (True, False),
-    "bi_causal": (True, True),
-}
-"""For each type of slice in `Mask.from_ranges`: does it hide earlier keys from later queries, and
-later keys from earlier queries? The place of a type here is MagiAttention's number for it.
+_SLICES = ("full", "causal", "inv_causal", "bi_causal")
+"""The types of slices in `Mask.from_ranges`, by MagiAttention's number: bit 0 hides later keys from
+earlier queries, bit 1 earlier keys from later queries.
 """
 
 
@@ -433,12 +429,12 @@ def _types_of_slices(types: Any, slices: int) -> list[object]:
     return list(types) if several else [types] * slices
 
 
-def _sides_of(kind: object) -> tuple[bool, bool]:
-    """Return what a type of slice hides, given its name, its number or a member of an enum."""
+def _number_of(kind: object) -> int:
+    """Return the number of a type of slice, given its name, its number or a member of an enum."""
     kind = getattr(kind, "value", kind)
-    for number, (name, sides) in enumerate(_SLICES.items()):
+    for number, name in enumerate(_SLICES):
         if kind == name or (isinstance(kind, int | np.integer) and kind == number):
-            return sides
+            return number
     numbered = ", ".join(f"{name} ({number})" for number, name in enumerate(_SLICES))
     raise PlanError(f"type {kind!r} of a slice is not known: known are {numbered}")
 

@@ -85,16 +85,15 @@ class MaskTable:
         ):
             if bad.any():
                 raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
-        fitted = tiles.fitted()
-        live = np.arange(len(tiles))[fitted.live()]
-        if (clash := overlapping(fitted[live].data)) is not None:
+        fitted, live = tiles.fitted().living(np.arange(len(tiles)))
+        if (clash := overlapping(fitted.data)) is not None:
             one, other = live[[*clash]].tolist()
             raise PlanError(
                 f"pieces {one} {_numbers(tiles, one)} and {other} {_numbers(tiles, other)} "
                 "overlap; Mask.union joins masks that overlap"
             )
         segments = ONE_RUN if positions is None else _runs_of(positions, n)
-        return cls(n, fitted[live], name, segments)
+        return cls(n, fitted, name, segments)
 
     @classmethod
     def union(cls, *masks: Self) -> Self:

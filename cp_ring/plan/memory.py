@@ -18,13 +18,26 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
     arriving, leaving, returning = (
         int(table.max(initial=0)) for table in (report.keys_in, report.grads_out, report.grads_in)
     )
-    return {
+    buffers = {
         "kept: q, k, v, out": tokens * (sizes.query_width + sizes.out_width + width) * element,
         "kept: lse": tokens * heads * float32,
         "forward: partial results of out": MAX_PARTS * tokens * sizes.out_width * element,
         "forward: out in float32": tokens * sizes.out_width * float32,
         "both: key and value slots": num_slots * arriving * of_keys,
-        **({} if sizes.codec.plain else _codec_memory(sizes, tokens, arriving, leaving)),
+    }
+    if not sizes.codec.plain:
+        buffers["both: own keys and values, encoded"] = tokens * of_keys
+        buffers["both: a hop's keys and values, decoded"] = arriving * width * element
+    if sizes.codec.latent and sizes.latent is not None:
+        weight = sizes.kv_heads * sizes.latent.decoded
+        buffers |= {
+            "backward: a hop's dk, dv before the up-projection": leaving * width * element,
+            "backward: gradients of latents in float32": (
+                tokens * of_gradients // sizes.wire_element * float32
+            ),
+            "backward: gradient of the up-projection in float32": weight * float32,
+        }
+    return buffers | {
         "backward: partial results of dq": MAX_PARTS * tokens * sizes.query_width * element,
         "backward: dq in float32": tokens * sizes.query_width * float32,
         "backward: dk, dv in float32": tokens * width * float32,
@@ -32,23 +45,3 @@ def memory(report: Report, sizes: AttentionSizes, num_slots: int = 2) -> dict[st
         "backward: a hop's dk, dv that leave": leaving * of_gradients,
         "backward: dk, dv that arrive": returning * of_gradients,
     }
-
-
-def _codec_memory(
-    sizes: AttentionSizes, tokens: int, arriving: int, leaving: int
-) -> dict[str, int]:
-    """Return the bytes of a codec's buffers other than the slots."""
-    buffers = {
-        "both: own keys and values, encoded": tokens * sizes.wire_key_bytes,
-        "both: a hop's keys and values, decoded": arriving * sizes.key_width * sizes.element,
-    }
-    if sizes.codec.latent and sizes.latent is not None:
-        weight = sizes.kv_heads * sizes.latent.decoded
-        buffers["backward: a hop's dk, dv before the up-projection"] = (
-            leaving * sizes.key_width * sizes.element
-        )
-        buffers["backward: gradients of latents in float32"] = (
-            tokens * sizes.on_wire()[1] // sizes.wire_element * 4
-        )
-        buffers["backward: gradient of the up-projection in float32"] = weight * 4
-    return buffers

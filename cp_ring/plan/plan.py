@@ -1,7 +1,7 @@
 """Plan: for each rank and hop, the tiles to compute and the token ranges to move, as data.
 
 A member of the ring is one rank, or `ulysses` neighboring ranks, which exchange tokens for heads
-(see `cp_ring.plan.members`). At hop 0 member r computes on its own keys, later on those of
+(see `cp_ring.plan.sizes.head_split`). At hop 0 member r computes on its own keys, later on those of
 one or several other members: on those at distance d at hop `schedule[d]` (see
 `cp_ring.plan.schedule`). The plan is three tables over all members: tiles (which member computes
 which pairs, on whose keys, at which hop), transfers (which tokens' keys and values move between
@@ -22,8 +22,9 @@ from cp_ring.errors import PlanError, expect
 from cp_ring.plan.layout import LAYOUTS, Layout, check_rank
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.message_order import message_order
+from cp_ring.plan.moves import Moves
 from cp_ring.plan.proof import Axis, check_moves, check_order, check_rank_plan, verify
-from cp_ring.plan.rank_plan import rank_plan
+from cp_ring.plan.rank_plan import Fact, rank_plan
 from cp_ring.plan.records import PlanTables, RankPlan
 from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
@@ -201,9 +202,14 @@ class Plan:
             check_rank(rank, self.cp)
             own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
-                from cp_ring.plan.members import with_exchange
-
-                own = with_exchange(own, self.layout, self.ring.layout, rank)
+                layout = self.layout
+                more = (
+                    Fact.of("heads", self.ulysses),
+                    Fact("shards", layout.digest, repr(layout)),
+                )
+                exchange = Moves.gathered(layout, self.ring.layout, own.rank)
+                identity = *own.identity, *more
+                own = replace(own, rank=rank, cp=self.cp, identity=identity, exchange=exchange)
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
 
@@ -211,10 +217,10 @@ class Plan:
         """Return the predicted time of a layer's attention."""
         ring, heads = self.ring, self.ulysses
         tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
-        shard = int(ring.layout.tokens_per_rank.max())
-        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, ring.cp, shard, heads, given)
+        shards = ring.layout.tokens_per_rank
+        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
         keys, gradients = (
-            traffic.link_seconds(table.sender, table.receiver, table.hop, table.tokens * width)
+            traffic.links(table.sender, table.receiver, table.hop, table.tokens * width).max(0)
             for table, width in zip(
                 (ring.transfers, ring.gradients), given.sizes.of_rank(heads).on_wire(), strict=True
             )
@@ -236,16 +242,22 @@ class Plan:
         plan that one rank runs: each rank can prove its own, at any number of ranks. Raises
         `PlanError` that names the rank, the hop and the tokens.
         """
-        axis = Axis(self.ring.layout)
-        if self.layout is not self.ring.layout:
-            from cp_ring.plan.members import check_members
-
-            check_members(self.layout, self.ring.layout, self.ulysses, self.ring.part)
+        layout, members, part = self.layout, self.ring.layout, self.ring.part
+        axis = Axis(members)
+        if layout is not members:
+            Axis(layout)  # which rejects a layout with holes
+            if layout.merged(self.ulysses).digest != members.digest:
+                raise PlanError(
+                    f"the ring of the plan has other members than {self.ulysses} neighboring ranks "
+                    "of the layout"
+                )
+            for one in range(members.cp) if part is None else (part,):
+                check_moves(Moves.gathered(layout, members, one), layout, members, member=one)
         proven = report(self.ring, verify(self.ring, num_slots, axis))
         self._proven.add(None)
         every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
-        for part in [*every, executed] if executed else every:
-            self._verify_part(part, num_slots, axis)
+        for own in [*every, executed] if executed else every:
+            self._verify_part(own, num_slots, axis)
         return proven
 
     def proven_part(self, rank: int) -> RankPlan:

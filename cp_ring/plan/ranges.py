@@ -85,8 +85,8 @@ def offsets(values: object, what: str, end: int | None = None) -> Ints:
     return edges
 
 
-def stream_length(n: int, what: str = "n") -> int:
-    return size_within(n, what, MAX_TOKENS, f"a stream of {n} tokens: it must hold")
+def stream_length(n: int) -> int:
+    return size_within(n, "n", MAX_TOKENS, f"a stream of {n} tokens: it must hold")
 
 
 def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
@@ -131,15 +131,12 @@ def window_of(window: tuple[int, int]) -> tuple[int, int]:
     Raises `PlanError` if `window` is not such a pair.
     """
     try:
-        left, right = (integer(side, "window side") for side in window)
-    except (TypeError, ValueError) as error:
-        raise (
-            error
-            if isinstance(error, PlanError)
-            else PlanError(
-                f"window {window!r}: it must be a pair (left, right), -1 for an open side"
-            )
+        left, right = window
+    except (TypeError, ValueError):
+        raise PlanError(
+            f"window {window!r}: it must be a pair (left, right), -1 for an open side"
         ) from None
+    left, right = integer(left, "window side"), integer(right, "window side")
     if left < -1 or right < -1:
         raise PlanError(f"window ({left}, {right}): each side must be -1 (open) or at least 0")
     return -1 if left >= MAX_TOKENS else left, -1 if right >= MAX_TOKENS else right

@@ -4,6 +4,7 @@ the executor holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -50,12 +51,13 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
-    receives = _Messages(keys.table, rank, "receiver", "receiver", cp, keys)
-    sends = _Messages(leaving, rank, "sender", "receiver", cp, keys)
-    grad_sends = _Messages(grads.table, rank, "sender", "sender", cp, grads)
-    grad_receives = _Messages(grads_arriving, rank, "receiver", "sender", cp, grads)
+    receives = _messages(keys.table, "sender", "receiver", cp, keys)
+    sends = _messages(leaving, "receiver", "receiver", cp, keys)
+    grad_sends = _messages(grads.table, "receiver", "sender", cp, grads)
+    grad_receives = _messages(grads_arriving, "sender", "sender", cp, grads)
     every = (tile_hop, keys.table.hop, leaving.hop, grads.table.hop, grads_arriving.hop)
-    distances = _numbers([0], tile_far, receives.distance, grad_sends.distance)
+    far = (ring_distance(rank, each.table.owner, cp) for each in (keys, grads))
+    distances = _numbers([0], tile_far, *far)
     hop_of = np.array(plan.schedule)[distances]
 
     def make(index: int) -> Hop:
@@ -65,12 +67,12 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             sources=tuple(((rank - distances[hop_of == index]) % cp).tolist()),
             tiles=tiles[own],
             num_keys=int(keys.sizes[index]),
-            receives=receives.at(index),
-            sends=sends.at(index),
+            receives=receives(index),
+            sends=sends(index),
             num_grads=int(grads.sizes[index]),
             grad_shift=grad_shift[own],
-            grad_sends=grad_sends.at(index),
-            grad_receives=grad_receives.at(index),
+            grad_sends=grad_sends(index),
+            grad_receives=grad_receives(index),
         )
 
     hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
@@ -115,42 +117,34 @@ def _own_tiles(
     return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort], far
 
 
-class _Messages:
-    """The messages of a table, with ranges counted in this rank's buffers.
+def _messages(
+    table: Transfers, peer: str, holder: str, cp: int, buffers: _HopBuffers
+) -> Callable[[int], tuple[Transfer, ...]]:
+    """Return a function from a hop to the messages of a table at this hop, with ranges counted in
+    this rank's buffers: one transfer for each peer and buffer.
 
-    `end` names this rank's end of the messages (`sender` or `receiver`), `holder` the end whose
-    buffer is that of the message's hop. `distance` is this rank's distance from the owner of each
-    message. The distance of the holder orders the messages of several owners at both ends.
+    `peer` names the other end of the messages (`sender` or `receiver`), `holder` the end whose
+    buffer is that of the message's hop. The distance of the holder from the owner orders the
+    messages of several owners at both ends.
     """
+    peers: Ints = getattr(table, peer)
+    # `Transfer.buffer` is 0 for the buffer of the message's own hop.
+    named = table.buffer if peer == holder else np.zeros_like(peers)
+    slide = buffers.slide(table.owner, table.start)
+    of_holder = ring_distance(getattr(table, holder), table.owner, cp)
+    sort = sort_index(table.hop, peers, of_holder, table.start)
+    hops = table.hop[sort]
+    messages = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
 
-    def __init__(
-        self,
-        table: Transfers,
-        rank: int,
-        end: str,
-        holder: str,
-        cp: int,
-        buffers: _HopBuffers,
-    ):
-        peer = table.sender if end == "receiver" else table.receiver
-        buffer = table.hop if end == holder else table.buffer
-        self.distance: Ints = ring_distance(rank, table.owner, cp)
-        slide = buffers.slide(table.owner, table.start)
-        # `Transfer.buffer` is 0 for the buffer of the message's own hop.
-        named = np.where(buffer == table.hop, 0, buffer)
-        of_holder = ring_distance(getattr(table, holder), table.owner, cp)
-        sort = sort_index(table.hop, peer, of_holder, table.start)
-        self._hop = table.hop[sort]
-        self._messages = np.stack([peer, named, table.start + slide, table.end + slide])[:, sort]
-
-    def at(self, hop: int) -> tuple[Transfer, ...]:
-        """Return the messages of one hop, one transfer for each peer and buffer."""
-        messages = self._messages[:, slice(*np.searchsorted(self._hop, [hop, hop + 1]))].T.tolist()
-        groups = groupby(messages, key=lambda message: message[:2])
+    def at(hop: int) -> tuple[Transfer, ...]:
+        of_hop = messages[:, slice(*np.searchsorted(hops, [hop, hop + 1]))].T.tolist()
+        groups = groupby(of_hop, key=lambda message: message[:2])
         return tuple(
             Transfer(peer, tuple((start, end) for _, _, start, end in group), named)
             for (peer, named), group in groups
         )
+
+    return at
 
 
 _MAX_WORDS = 80

@@ -70,7 +70,7 @@ class Transfers:
 @dataclass(frozen=True, eq=False)
 class PlanTables:
     """Tiles and transfers of all ranks. The members of a ring count as ranks here (see
-    `cp_ring.plan.members`).
+    `cp_ring.plan.sizes.head_split`).
 
     layout: which rank holds which tokens.
     schedule: the hop of each distance: rank r works on keys of rank (r - d) mod cp at hop

@@ -78,27 +78,10 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     covers the keys that it or a rank upstream needed.
     """
     before, after = _neighbors(np.array(need.schedule))
-    last = need.schedule[-1]
-    hop, owner, distance, start, end = _passed_on(need, cp, range(last, 0, -1), before)
-    keys = Transfers(
-        hop,
-        (owner + before[distance]) % cp,
-        (owner + distance) % cp,
-        owner,
-        start,
-        end,
-        hop - 1,
-    )
-    hop, owner, distance, start, end = _passed_on(need, cp, range(1, last + 1), after)
-    onward = np.where(hop < last, hop + 1, 0)
-    return keys, Transfers(
-        hop,
-        (owner + distance) % cp,
-        (owner + after[distance]) % cp,
-        owner,
-        start,
-        end,
-        onward,
+    hops = range(1, need.schedule[-1] + 1)
+    keys = _passed_on(need, cp, hops[::-1], before)
+    return replace(keys, sender=keys.receiver, receiver=keys.sender), _passed_on(
+        need, cp, hops, after
     )
 
 
@@ -117,16 +100,15 @@ def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
     return before, after % len(schedule)
 
 
-def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return the ranges that ranks hold if every rank passes on its own needs and what it got, to
-    distance `to[d]` at the next of `hops`: (hop, owner, distance, start, end) of the owners'
-    tokens.
+def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> Transfers:
+    """Return the messages of ranks if every rank passes on its own needs and what it got, to
+    distance `to[d]` at the next of `hops`, or after the last one to the owner.
     """
     sort = sort_index(need.hop)
     hop, start, end = need.hop[sort], need.start[sort], need.end[sort]
     group = (need.owner * cp + ring_distance(need.rank, need.owner, cp))[sort]
-    passed = (np.zeros(0, np.int64),) * 3
-    parts: list[tuple[Ints, ...]] = []
+    none = np.zeros(0, np.int64)
+    passed, parts = (none,) * 3, [(none,) * 5]
     for index in hops:
         of_hop = slice(*np.searchsorted(hop, [index, index + 1]))
         mine = group[of_hop], start[of_hop], end[of_hop]
@@ -134,10 +116,10 @@ def _passed_on(need: Need, cp: int, hops: range, to: Ints) -> tuple[Ints, Ints, 
         owner, distance = np.divmod(held, cp)
         parts.append((np.full(len(held), index), owner, distance, low, high))
         passed = owner * cp + to[distance], low, high
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [
-        np.zeros(0, np.int64)
-    ] * 5
-    return tuple(columns)  # type: ignore[return-value]
+    hop, owner, distance, start, end = map(np.concatenate, zip(*parts, strict=True))
+    sender, receiver = (owner + distance) % cp, (owner + to[distance]) % cp
+    onward = (hop + hops.step) % (need.schedule[-1] + 1)
+    return Transfers(hop, sender, receiver, owner, start, end, onward)
 
 
 @dataclass(frozen=True)
@@ -187,9 +169,8 @@ def tables_of(
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
-        shard = int(layout.tokens_per_rank.max())
-        given = CONDITIONS.dividing(heads)
-        traffic = Traffic.of(tiles, tiles.area(), rank, far, cp, shard, heads, given)
+        shards, given = layout.tokens_per_rank, CONDITIONS.dividing(heads)
+        traffic = Traffic.of(tiles, tiles.area(), rank, far, shards, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))

@@ -33,9 +33,8 @@ def shard_tiles(
     slide = layout.starts - edges[:-1]
     piece, chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
     parts = pieces[piece].within(edges[chunk], edges[chunk + 1])
-    live = parts.live()
-    piece, chunk = piece[live], chunk[live]
-    parts = parts[live].shifted(slide[chunk], 0)
+    parts, piece, chunk = parts.living(piece, chunk)
+    parts = parts.shifted(slide[chunk], 0)
     # A piece in many chunks gives a part for each rank, if all its queries see the same keys.
     many = np.bincount(piece)[piece] > 4 * cp
     alike = many & (parts.lo == -OPEN) & (parts.hi == OPEN)
@@ -55,9 +54,8 @@ def shard_tiles(
             near = slice(begin, begin + MOST)
             part, chunk = index[of[near]], chunks[place[near]]
             tiles = parts[part].within(k0=edges[chunk], k1=edges[chunk + 1])
-            live = tiles.live()
-            part, chunk = part[live], chunk[live]
-            tiles = tiles[live].shifted(0, slide[chunk])
+            tiles, part, chunk = tiles.living(part, chunk)
+            tiles = tiles.shifted(0, slide[chunk])
             group = rank[part] * cp + ring_distance(rank[part], owner[chunk], cp)
             if len(of) > MOST:
                 tiles, group = coalesce(tiles, group)

@@ -12,18 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_ring.plan.ranges import (
-    Ints,
-    integers,
-    overlaps,
-    runs,
-    sort_index,
-)
+from cp_ring.plan.ranges import Ints, integers, overlaps, sort_index
 
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
@@ -176,13 +170,18 @@ class Tiles:
 
     def trimmed(self) -> Tiles:
         """Return the fitted tiles without empty ones."""
-        fitted = self.fitted()
-        return fitted[fitted.live()]
+        (tiles,) = self.fitted().living()
+        return tiles
 
-    def live(self) -> Ints | slice:
-        """Return the index of the tiles that are not empty. The tiles must be fitted."""
+    def living(self, *of_tiles: Ints) -> tuple[Any, ...]:
+        """Return the tiles that are not empty, and their entries of arrays of an entry a tile. The
+        tiles must be fitted.
+        """
         live = self.q0 < self.q1
-        return slice(None) if live.all() else np.flatnonzero(live)
+        if live.all():
+            return self, *of_tiles
+        index = np.flatnonzero(live)
+        return self[index], *(entries[index] for entries in of_tiles)
 
     def area(self) -> Ints:
         """Return the exact number of allowed (query, key) pairs of each tile, int64."""
@@ -211,9 +210,7 @@ class Tiles:
         near = blocks[max(place - 1, 0) : place + 1]
         query = min(near, key=lambda i: abs(beyond(i))) * block if near else high
         parts = self.within(q1=query), self.within(q0=query)
-        return [
-            (part[live], live) for part in parts for live in [np.flatnonzero(part.q0 < part.q1)]
-        ]
+        return [part.living(np.arange(len(part))) for part in parts]
 
 
 def paint(tiles: Iterable[Tile], queries: int, keys: int) -> np.ndarray:
@@ -264,12 +261,10 @@ def split_at_edges(
     key_edges = edges if key_edges is None else key_edges
     piece, query_chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
     parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1])
-    live = parts.live()
-    parts, query_chunk = parts[live], query_chunk[live]
+    parts, query_chunk = parts.living(query_chunk)
     part, key_chunk = overlaps(parts.k0, parts.k1, key_edges[:-1], key_edges[1:])
     tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
-    live = tiles.live()
-    return tiles[live], query_chunk[part[live]], key_chunk[live]
+    return tiles.living(query_chunk[part], key_chunk)
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
@@ -282,36 +277,33 @@ def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
         sides = (tiles.k0, tiles.q0) if along_queries else (tiles.q0, tiles.k0)
         sort = sort_index(group, *sides)
         tiles, group = tiles[sort], group[sort]
-        while (near := _neighbors(tiles, group, along_queries)).any():
+        while True:
+            first, hulls = _unions(tiles, group, along_queries)
+            if not len(first):
+                break
             # Of a chain of neighbors the first two are joined, the next two, and so on.
-            number = np.arange(1, len(tiles))
-            begin = np.maximum.accumulate(np.where(near, 0, number))
-            first, _ = runs((number - begin) % 2 == 0, len(tiles))
-            tiles, group = _hulls(tiles, first), group[first]
+            place = np.arange(len(first))
+            chain = first - place
+            even = (place - np.searchsorted(chain, chain)) % 2 == 0
+            data = tiles.data.copy()
+            data[:, first[even]] = hulls.data[:, even]
+            kept = np.delete(np.arange(len(tiles)), first[even] + 1)
+            tiles, group = Tiles(data)[kept], group[kept]
     return tiles, group
 
 
-def _neighbors(tiles: Tiles, group: Ints, along_queries: bool) -> NDArray[np.bool_]:
-    """Return bool [tiles - 1]: True if the union of a tile and the next one is a tile. The two are
-    neighbors in queries or, with the same queries, in keys.
+def _unions(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Ints, Tiles]:
+    """Return the indices of the tiles whose union with the next one is a tile, and these unions.
+    The two are neighbors in queries or, with the same queries, in keys.
     """
     a, b = tiles.data[:, :-1], tiles.data[:, 1:]
     near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1])
-    near &= group[:-1] == group[1:]
-    first = np.flatnonzero(near)
-    left, right = tiles[first], tiles[first + 1]
-    a, b = left.data, right.data
-    low, high = np.minimum(a, b), np.maximum(a, b)
-    hull = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
-    near[first] = _is_part(hull, left, along_queries) & _is_part(hull, right, along_queries)
-    return near
-
-
-def _hulls(tiles: Tiles, first: Ints) -> Tiles:
-    """Return the tile that holds each run of tiles, if there is one. Runs begin at `first`."""
-    low, high = (np.minimum.reduceat, np.maximum.reduceat)
-    ways = (low, high, low, high, high, low)
-    return Tiles(np.stack([way(row, first) for way, row in zip(ways, tiles.data, strict=True)]))
+    first = np.flatnonzero(near & (group[:-1] == group[1:]))
+    pair = tiles[first], tiles[first + 1]
+    low, high = (way(*(part.data for part in pair)) for way in (np.minimum, np.maximum))
+    hulls = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
+    whole = np.flatnonzero(np.all([_is_part(hulls, part, along_queries) for part in pair], axis=0))
+    return first[whole], hulls[whole]
 
 
 def _is_part(whole: Tiles, part: Tiles, along_queries: bool) -> NDArray[np.bool_]:

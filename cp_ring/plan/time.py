@@ -171,31 +171,6 @@ def least(seconds: Sequence[float]) -> int:
     return next(i for i, time in enumerate(seconds) if time <= 1.01 * min(seconds))
 
 
-def _stages(
-    live: NDArray[np.bool_], there: Floats, back: Floats, keys: Floats, gradients: Floats
-) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats], Ints]:
-    """Return the seconds that each stage of each rank computes and moves data, in forward and in
-    backward [ranks, stages], and the hop of each stage of forward.
-
-    live: True for each hop of a rank with work or messages [ranks, hops]. The other arguments are
-    seconds of these hops: attention in forward (`there`) and in backward (`back`), keys, and their
-    gradients.
-    """
-    order = np.argsort(~live, 1, kind="stable")  # a rank skips hops without work and messages
-    there, back, keys, gradients = (
-        np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
-    )
-    none = np.zeros((len(there), 1))
-    moving = (
-        np.concatenate([keys[:, 1:], none], 1),
-        np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
-    )
-    back = np.concatenate([back, none], 1)
-    back[:, 0] /= 2
-    back[np.arange(len(back)), live.sum(1)] += back[:, 0]
-    return (there, back), moving, order
-
-
 def _longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
     """Return the pairs of the longest block of each place, int64 [2, places], in forward and in
     backward: one processor of a device computes `BLOCK` queries of a head, or in backward `BLOCK`
@@ -240,16 +215,17 @@ class Traffic:
         area: Ints,
         rank: Ints,
         far: Ints,
-        cp: int,
-        shard: int,
+        shards: Ints,
         heads: int = 1,
         given: Conditions = CONDITIONS,
     ) -> Traffic:
-        """Count the traffic of all tiles, joined where they can be, each of `area` pairs.
+        """Count the traffic of all tiles, joined where they can be, each of `area` pairs, between
+        members of `heads` ranks with `shards` tokens.
 
         `far` is the distance of each tile from the owner of its keys. Each token of an owner is
         counted once.
         """
+        cp = len(shards)
         place = rank * cp + far
         pairs = np.bincount(place, area, cp * cp).astype(np.int64)
         group, start, end = union(place, tiles.k0, tiles.k1)
@@ -265,26 +241,20 @@ class Traffic:
             np.bincount(place, tiles.q1 - tiles.q0, cp * cp).astype(np.int64).reshape(cp, cp),
             np.stack([calls, calls * several]).reshape(2, 2, cp, cp),
             _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
-            shard,
+            int(shards.max()),
             heads,
             given,
         )
 
     @cached_property
     def _moving(self) -> Floats:
-        """Seconds that keys travel, summed up to each distance, [4, cp, cp + 1]: arriving from
-        inside the node and from others, leaving to ranks of the node and to others.
+        """The `links` of keys that go straight to their readers, summed up to each distance, [4,
+        cp, cp + 1].
         """
-        cp, rates = len(self.keys), self.given.rates
-        near = self.given.members(self.heads)
-        reader, far = np.indices((cp, cp))
-        crosses = reader // near != (reader - far) % cp // near
-        size = self.keys * self.given.sizes.of_rank(self.heads).on_wire()[0]
-        arrive = np.where(
-            crosses, [size * 0, size / rates.between], [size / rates.inside, size * 0]
-        )
-        leave = arrive[:, (reader + far) % cp, far]
-        return np.pad(np.cumsum(np.concatenate([arrive, leave]), 2), ((0, 0), (0, 0), (1, 0)))
+        reader, far = np.indices(self.keys.shape).reshape(2, -1)
+        size = self.keys.reshape(-1) * self.given.sizes.of_rank(self.heads).on_wire()[0]
+        moved = self.links((reader - far) % len(self.keys), reader, far, size)
+        return np.insert(np.cumsum(moved, 2), 0, 0, 2)
 
     @cached_property
     def bound(self) -> float:
@@ -332,30 +302,41 @@ class Traffic:
         )
         live = (there + keys + gradients) > 0
         live[:, 0] = True
-        compute, moving, order = _stages(live, there, back, keys, gradients)
-        host = live.sum(1) * rates.host
+        # a rank skips hops without work and messages
+        hops_of_rank, order = live.sum(1), np.argsort(~live, 1, kind="stable")
+        there, back, keys, gradients = (
+            np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
+        )
+        none = np.zeros((len(there), 1))
+        moving = (
+            np.concatenate([keys[:, 1:], none], 1),
+            np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
+        )
+        back = np.concatenate([back, none], 1)
+        back[:, 0] /= 2
+        back[np.arange(len(back)), hops_of_rank] += back[:, 0]
+        compute = there, back
         tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
         forward, backward = (
             given.exchange(tokens, self.heads, float(stages.sum(1).max()))
             for stages in map(np.maximum, compute, moving)
         )
         exchange, one_call = (forward, backward), (ideal * of_pair[0], ideal * of_pair[1])
+        host = hops_of_rank * rates.host
         return AttentionTime(compute, moving, order, host, exchange, one_call)
 
-    def link_seconds(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
-        """Return the seconds in which messages of `size` bytes travel, [cp, hops]: in and out,
-        inside nodes and between nodes, at the same time.
+    def links(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
+        """Return the seconds in which messages of `size` bytes travel by each rank and hop, or
+        distance, [4, cp, cp]: in and out, inside nodes and between nodes, at the same time.
         """
-        near, rates = self.given.members(self.heads), self.given.rates
+        near, rates, cp = self.given.members(self.heads), self.given.rates, len(self.keys)
         crosses = sender // near != receiver // near
-        shape = len(self.keys), len(self.keys)
-        seconds = np.zeros(shape)
-        for link, rate in ((~crosses, rates.inside), (crosses, rates.between)):
-            for member in (receiver, sender):
-                place = (member * shape[1] + hop)[link]
-                moved = np.bincount(place, size[link], shape[0] * shape[1])
-                seconds = np.maximum(seconds, moved.reshape(shape) / rate)
-        return seconds
+        seconds = [
+            np.bincount((member * cp + hop)[link], size[link], cp * cp) / rate
+            for link, rate in ((~crosses, rates.inside), (crosses, rates.between))
+            for member in (receiver, sender)
+        ]
+        return np.reshape(seconds, (4, cp, cp))
 
     def schedules(self, slot_shards: int) -> Iterator[Schedule]:
         """Yield schedules whose hops bring at most `slot_shards` shards, or one source.
@@ -370,9 +351,9 @@ class Traffic:
             if (self.keys[:, 1:].sum(1) <= most).all():
                 yield (0, *[1] * (cp - 1))
             return
-        brought = np.pad(np.cumsum(self.keys, 1), ((0, 0), (1, 0)))
+        brought = np.insert(np.cumsum(self.keys, 1), 0, 0, 1)
         seconds = self.given.pair_seconds(self.heads)[0]
-        worked = np.pad(np.cumsum(self.pairs, 1), ((0, 0), (1, 0))) * seconds
+        worked = np.insert(np.cumsum(self.pairs, 1), 0, 0, 1) * seconds
         for ratio in AHEAD:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < cp:

@@ -19,7 +19,7 @@ The executor runs these updates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -80,24 +80,6 @@ class Update(NamedTuple):
     kept: slice
 
 
-@dataclass
-class _Total:
-    """The partial results of one total, grouped into updates."""
-
-    num_tokens: int
-    most: int = MAX_PARTS
-    groups: list[list[Partial]] = field(default_factory=lambda: [[]])
-
-    def add(self, part: Partial) -> None:
-        if len(self.groups[-1]) == self.most:
-            self.close()
-        self.groups[-1].append(part)
-
-    def close(self) -> None:
-        """Begin another update, because the buffers of these partial results are used again."""
-        self.groups.append([])
-
-
 def query_updates(
     parts: Iterable[Iterable[Partial]], num_tokens: int, most: int = MAX_PARTS
 ) -> tuple[Update, ...]:
@@ -107,13 +89,12 @@ def query_updates(
     Parts of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
     that memory does not depend on the number of hops.
     """
-    total = _Total(num_tokens, most)
+    waiting: list[list[Partial]] = [[]]
     for place, of_hop in enumerate(parts):
-        for part in of_hop:
-            total.add(part)
+        waiting[-1] += of_hop
         if place:
-            total.close()
-    return _updates(total)
+            waiting.append([])
+    return _updates(waiting, num_tokens, most)
 
 
 def gradient_updates(
@@ -125,33 +106,35 @@ def gradient_updates(
     `hops` are those of backward, and `parts` has the parts of each hop's kernel calls. Gradients
     that arrive during a hop are added after it, before the messages of the hop leave.
     """
-    totals = {0: _Total(num_tokens)} | {
-        hop.index: _Total(hop.num_grads) for hop in hops if hop.index
-    }
+    sizes = {hop.index: hop.num_grads for hop in hops} | {0: num_tokens}
+    waiting: dict[int, list[list[Partial]]] = {index: [[]] for index in sizes}
     arriving: Sequence[tuple[Transfer, Transfer]] = ()
 
     def collect() -> None:
         for transfer, packed in arriving:
             part = Partial.of(transfer.ranges, packed.ranges[0][0], arrived=True)
-            totals[transfer.buffer].add(part)
+            waiting[transfer.buffer][-1].append(part)
         for transfer, _ in arriving:
-            totals[transfer.buffer].close()
+            waiting[transfer.buffer].append([])
 
     for hop, mine in zip(hops, parts, strict=True):
-        for part in mine:
-            totals[hop.index].add(part)
+        waiting[hop.index][-1] += mine
         collect()
         arriving = hop.arrivals
     collect()
-    return {index: _updates(total) for index, total in totals.items()}
+    return {index: _updates(waiting[index], size) for index, size in sizes.items()}
 
 
-def _updates(total: _Total) -> tuple[Update, ...]:
-    """Make one update for each group. The last one fills tokens that no part has with zeros."""
-    groups = [group for group in total.groups if group] or [[]]
+def _updates(
+    waiting: Sequence[Sequence[Partial]], num_tokens: int, most: int = MAX_PARTS
+) -> tuple[Update, ...]:
+    """Make updates of at most `most` parts that wait together, whose buffers are then used again.
+    The last one fills tokens that no part has with zeros.
+    """
+    groups = [each[at : at + most] for each in waiting for at in range(0, len(each), most)] or [[]]
     edges = [part.ranges[:2].reshape(-1) for group in groups for part in group]
     # Cells are the pieces of the total that no range begins or ends in.
-    cells = np.unique(np.concatenate([[0, total.num_tokens], *edges]))
+    cells = np.unique(np.concatenate([[0, num_tokens], *edges]))
     none = np.zeros((0, len(cells) - 1), np.int64)
     tables = [np.concatenate([none, *(x.at(cells[:-1]) for x in group)]) for group in groups]
     touched = np.stack([table[1::2].any(0) for table in tables])
@@ -163,7 +146,7 @@ def _updates(total: _Total) -> tuple[Update, ...]:
             rows = np.concatenate([[cells[:-1], cells[1:], first, last], table])
             found.append((_joined(rows[:, here]), group))
     kept = _kept([table for table, _ in found])
-    whole = [[0, total.num_tokens, 1, 1, 0, 1]]
+    whole = [[0, num_tokens, 1, 1, 0, 1]]
     return tuple(
         Update(table, table.T.tolist() == whole and not group[0].arrived, kept)
         for table, group in found

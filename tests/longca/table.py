@@ -10,7 +10,7 @@ from time import process_time
 import numpy as np
 
 from cp_ring.plan import Layout, Plan
-from cp_ring.plan.balance import balance, heads_of
+from cp_ring.plan.balance import balance
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.time import Conditions
@@ -53,7 +53,7 @@ def row(cell):
     layout = Layout.balanced(mask, cell.cp)
     clock.append(process_time())
     found = []
-    for heads in heads_of(cell.cp):
+    for heads in GIVEN.heads_to_try(cell.cp):
         times = [process_time()]
         plan = Plan.build(mask, layout, ulysses=heads)
         times.append(process_time())
@@ -87,8 +87,8 @@ def _by_referee(plan):
 
 
 def bound(cell):
-    """What no layout, hops and heads of `heads_of` exceed, as a share in forward and backward: the
-    keys of the query that sees the most reach its node from others.
+    """What no layout, hops and heads of `Conditions.heads_to_try` exceed, as a share in forward and
+    backward: the keys of the query that sees the most reach its node from others.
     """
     mask, best = cell.mask(), 0.0
     pieces = mask.pieces
@@ -100,7 +100,7 @@ def bound(cell):
         row = pieces.within(query, query + 1)
         seen = max(seen, int(row.area()[row.q0 < row.q1].sum()))
     there, back = (mask.area() / cell.cp * flops / RATES.forward for flops in SIZES.pair_flops)
-    for heads in heads_of(cell.cp):
+    for heads in GIVEN.heads_to_try(cell.cp):
         keys, gradients = SIZES.of_rank(heads).on_wire()
         far = max(0, seen - NODE * TOKENS) / RATES.between
         exchange = GIVEN.exchange(TOKENS, heads)

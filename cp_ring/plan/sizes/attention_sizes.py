@@ -189,18 +189,13 @@ class AttentionSizes:
         product = 2 * self.batch * self.kv_heads * self.latent.decoded
         return product, 3 * product
 
-    def exchanging(self, heads: int) -> AttentionSizes:
-        """Return the sizes if `heads` ranks exchange heads. Latents have no heads to exchange, so
-        keys and values travel as they are.
-        """
-        return replace(self, wire="plain") if heads > 1 and self.codec.latent else self
-
     @RUNTIME.cache(maxsize=64)
     def of_rank(self, heads: int) -> AttentionSizes:
         """Return the sizes of a rank that exchanges tokens for heads with `heads` ranks, itself
-        included; see `split_heads`.
+        included; see `split_heads`. Latents have no heads to exchange, so keys and values travel
+        as they are.
         """
         split = split_heads(self.heads, self.kv_heads, heads)
-        return replace(
-            self.exchanging(heads), heads=self.heads // heads, kv_heads=split.kv_heads_of_rank
-        )
+        wire = "plain" if heads > 1 and self.codec.latent else self.wire
+        own = split.kv_heads_of_rank
+        return replace(self, wire=wire, heads=self.heads // heads, kv_heads=own)

@@ -1,9 +1,19 @@
-"""The heads that each rank computes where several ranks exchange heads and act as one rank of the
-ring, a member (see `cp_ring.plan.members`).
+"""Head parallelism, the second axis of context parallelism, around the ring: the heads that each
+rank computes.
+
+`ulysses` neighboring ranks form a member of the ring. They exchange tokens for heads (an
+all-to-all): each then holds the tokens of the whole member, but only its part of the heads. The
+ring runs over the members, once for each part of the heads; the outputs go back the same way. With
+`ulysses=1` every rank is its own member, and the ring is alone; with `ulysses=cp` all ranks are one
+member, and there is no ring.
+
+Sources: DeepSpeed-Ulysses, Jacobs et al., https://arxiv.org/abs/2309.14509; both axes at once, Fang
+and Zhao, https://arxiv.org/abs/2405.07719.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from cp_ring.errors import PlanError
@@ -80,13 +90,11 @@ def split_heads(heads: int, kv_heads: int, size: int) -> HeadSplit:
     """
     if reason := unsplit(heads, kv_heads, size):
         raise PlanError(reason)
-    mine, own_keys = heads // size, max(kv_heads // size, 1)
+    own_keys = max(kv_heads // size, 1)
     groups = next((count for count in range(2, MAX_GROUPS + 1) if own_keys % count == 0), 1)
-    starts = [
-        [place * mine + group * (mine // groups) for place in range(size)]
-        for group in range(groups)
-    ]
-    queries = tuple(tuple((start, start + mine // groups) for start in each) for each in starts)
+    width = heads // size // groups
+    starts = [range(group * width, heads, heads // size) for group in range(groups)]
+    queries = tuple(tuple((start, start + width) for start in each) for each in starts)
     first = [[start * kv_heads // heads for start in each] for each in starts]
     keys = tuple(tuple((key, key + own_keys // groups) for key in each) for each in first)
     split = HeadSplit(heads, kv_heads, size, queries, keys)
@@ -102,16 +110,16 @@ def check_heads(split: HeadSplit) -> None:
     head of a rank, this head, counted from the start of `keys`, must be the one that the query head
     has in the whole layer.
     """
-    shared, done = split.heads // split.kv_heads, [0] * split.heads
-    for group in range(split.groups):
-        for place in range(split.size):
-            (start, end), (first, last) = split.queries[group][place], split.keys[group][place]
+    shared, done = split.heads // split.kv_heads, Counter[int]()
+    for group, spans in enumerate(zip(split.queries, split.keys, strict=True)):
+        for place, ((start, end), (first, last)) in enumerate(zip(*spans, strict=True)):
             where = f"rank {place} of a member, group {group}"
             if last <= first or (end - start) % (last - first):
                 raise PlanError(
                     f"{where}: {last - first} key/value heads do not divide {end - start} query "
                     "heads"
                 )
+            done.update(range(start, end))
             for head in range(start, end):
                 used = first + (head - start) // ((end - start) // (last - first))
                 if used != head // shared:
@@ -119,7 +127,6 @@ def check_heads(split: HeadSplit) -> None:
                         f"{where}: query head {head} uses key/value head {used}, not "
                         f"{head // shared}"
                     )
-                done[head] += 1
-    for head, times in enumerate(done):
-        if times != 1:
-            raise PlanError(f"query head {head} is computed {times} times")
+    for head in range(split.heads):
+        if done[head] != 1:
+            raise PlanError(f"query head {head} is computed {done[head]} times")
