@@ -91,6 +91,7 @@ def started(method, kind):
         subprocess.run(["kill", f"-{name}", str(child.pid)], check=True)
     here.send("still there")
     assert here.recv() == "still there"
+    child.pipe = here  # which the child reads until the end
     return child
 
 kinds = {
