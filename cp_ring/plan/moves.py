@@ -55,8 +55,9 @@ class Moves:
     @classmethod
     def gathered(cls, layout: Layout, members: Layout, member: int = 0) -> Moves:
         """An all-gather among the u neighboring ranks that act as one rank of the ring (number
-        `member`, see `cp_ring.plan.sizes.head_split`): each of them gets the tokens of all u. `members` is
-        `layout.merged(u)`; where u is the number of all ranks, each gets the whole sequence.
+        `member`, see `cp_ring.plan.sizes.head_split`): each of them gets the tokens of all u.
+        `members` is `layout.merged(u)`; where u is the number of all ranks, each gets the whole
+        sequence.
         """
         ranks = layout.cp // members.cp
         chunk = layout.order[layout.owner[layout.order] // ranks == member]
