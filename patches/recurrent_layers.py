@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.megatron.flags.layer_pattern import letters_of
-from cp_ring.megatron.flags.recurrent_choice import LINEAR_HEADS
+from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS, letters_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import around, loaded_modules, replaced

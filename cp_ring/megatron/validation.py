@@ -18,7 +18,7 @@ from unittest import mock
 
 from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.compat import logits_without_te
-from cp_ring.megatron.flags.recurrent_choice import LINEAR_HEADS
+from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS
 from cp_ring.megatron.rejection import megatrons_text
 
 _HOPPER = (9, 0)

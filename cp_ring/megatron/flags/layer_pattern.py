@@ -17,6 +17,9 @@ RECURRENT = {"M": "Mamba", "G": "gated delta net"}
 _RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
 """Names of Megatron's classes of recurrent layers."""
 
+LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+"""Numbers of heads that Megatron divides among context-parallel ranks, and states do not."""
+
 _ATTENTION = "*+"
 SPARSE = "D"
 """The letter of sparse attention (--experimental-attention-variant dsa), which Megatron splits."""

@@ -14,9 +14,6 @@ NODE = 8  # ranks, of which tensor-parallel ones are neighbors
 UNITS = {"M": "groups of heads", "G": "key heads"}
 """What ranks that exchange heads share, by the letter of a layer."""
 
-LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
-"""Numbers of heads that Megatron divides among context-parallel ranks, and states do not."""
-
 FOLLOWED = ("documents", "tree", "shared-prefix", "causal")
 """Kinds of masks in which each token sees all that its state holds."""
 
