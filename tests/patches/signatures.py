@@ -19,8 +19,10 @@ TABLE = Path(module.__file__).with_name("signatures.json")
 def upstream(patch):
     """The functions of Megatron that a patch replaces, as `module:name`."""
     found = set()
-    for owner, name, _ in patch.replacements():
+    for owner, name, new in patch.replacements():
         old = getattr(owner, name)
+        if old is new:  # tests/parity/specs.py has replaced it
+            continue
         if inspect.isclass(owner) and callable(old):
             home, _, part = owner.__module__.rpartition(".")
             exported = getattr(sys.modules.get(home), owner.__name__, None) is owner
