@@ -148,7 +148,7 @@ def _spread(start: Ints, end: Ints) -> tuple[Ints, Ints]:
     """Return pairs (i, number): for each i the numbers from start[i] up to end[i]."""
     count = end - start
     which = np.repeat(np.arange(len(count)), count)
-    return which, np.arange(len(which)) + (end - np.cumsum(count))[which]
+    return which, np.arange(len(which)) + np.repeat(end - np.cumsum(count), count)
 
 
 def _random(count: int, seed: int) -> Numbers:
