@@ -44,7 +44,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
 
     asked = copy.deepcopy(args)
     asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
-    if getattr(args, "cp_ring_recurrent", "heads") != "heads":  # as the job's own patch does
+    if Asked(args).cp_ring and args.cp_ring_recurrent != "heads":  # as the job's own patch does
         for name in LINEAR_HEADS:
             if count := getattr(args, name, None):
                 setattr(asked, name, count * Asked(args).cp)

@@ -1,6 +1,7 @@
 """FLOP, bytes and memory of plans, and the formula of time."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import Conditions
 from cp_ring.tools.plan import summary
 from launch.budget import ROOT
+from tests.gpu.beside import CASES
 
 SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp32")
 
@@ -190,3 +192,27 @@ def test_each_device_has_a_file_that_says_where_its_rates_are_from():
         )
         assert min(rates.forward, rates.inside, rates.between, rates.memory) > 0
         assert min(rates.call, rates.packed, rates.start, rates.host, rates.merging) >= 0
+
+
+def test_predicted_memory_beside_that_of_the_fake_gpu():
+    """docs/tune.md names the range, over the rows of the ring and of heads."""
+    rows = json.loads((ROOT / "docs" / "benchmarks" / "beside.json").read_text())
+    heads_of = {"cp_ring": 1, "cp_ring heads": 0}
+    ratios = []
+    for row in rows:
+        if row["case"] not in CASES or row["contestant"] not in heads_of:
+            continue
+        case, cp = CASES[row["case"]], row["cp"]
+        ends = case.ends(cp) if case.packed else [0, case.tokens * cp]
+        mask = Mask.documents(ends, window=(case.window - 1 if case.window else -1, 0))
+        heads = heads_of[row["contestant"]] or cp
+        report = PlanSpec("zigzag", ulysses=heads).build(mask, cp).verify()
+        buffers = memory(report, AttentionSizes(case.h, case.g, case.d, case.e).of_rank(heads))
+        kinds = ("kept", "both", "forward", "backward")
+        kept, both, *ways = (
+            sum(size for name, size in buffers.items() if name.startswith(kind)) for kind in kinds
+        )
+        ratios.append(row["allocated"] / (kept + both + max(ways)))
+    assert len(ratios) == 24
+    said = re.search(r"took ([\d.]+) to ([\d.]+) times", (ROOT / "docs" / "tune.md").read_text())
+    assert [f"{x:.1f}" for x in (min(ratios), max(ratios))] == [*said.groups()]

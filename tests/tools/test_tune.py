@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.recurrent_choice import mixers
+from cp_ring.megatron.validation import rejection
 from cp_ring.plan.sizes.attention_sizes import LatentSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.recurrent.choice import MixerSizes
@@ -225,6 +226,16 @@ def test_a_hybrid_whose_heads_do_not_divide_is_tuned(megatron):
         Request(gpus=2, ranks_per_node=2, cp=2),
     )
     assert not result.rejected and result.best[0][0].seconds["recurrent messages"] > 0
+
+
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_only_states_need_no_divided_heads(enabled):
+    """Without --cp-ring the ranks would meet Megatron's own check."""
+    asked = ["context_parallel_size=32", "expert_model_parallel_size=8"]
+    overrides = [f"cp_ring.enabled={enabled}", *(f"megatron.{x}" for x in asked)]
+    job = jobs.load("qwen3-next-style", overrides)
+    line = rejection(jobs.megatron_flags(job, None, "cuda")[1], job.ranks)
+    assert ("linear_num_key_heads" in line) is (enabled == "false")
 
 
 def run(*arguments):

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch._compile import _disable_dynamo
 
-from cp_ring.attention import attention_of
+from cp_ring.attention import AnyPlan, attention_of
 from cp_ring.comm.groups import transport_for
 from cp_ring.errors import ConfigError, KernelError
 from cp_ring.inputs import AttentionOptions, Inputs
@@ -193,6 +193,13 @@ class RingDotProductAttention(PlannedAttention):
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params)
         inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
+        out = self._attend(plan, group, inputs, step).flatten(2)
+        return out.squeeze(1) if packed else out
+
+    def _attend(self, plan: AnyPlan, group: Any, inputs: Inputs, step: int) -> torch.Tensor:
+        """Return the output [s, b, h, dv] of the ring, or what the forward pass that is being
+        recomputed has kept of it; take note of its largest logits.
+        """
         block = recomputation.current()
         kept = block.take(self) if block else None
         if kept is None:  # otherwise this is a recomputation of a call that the watchdog knows
@@ -201,9 +208,8 @@ class RingDotProductAttention(PlannedAttention):
             _flag_in_errors(self.options.kernel),
             saving([self.softmax_offset, *(inputs.latents or ())], self.config),
         ):
-            transport = transport_for(group, query.device) if plan.cp > 1 else None
-            attend = attention_of(plan, transport, self.options, inputs)
-            output = attend(inputs, kept)
+            transport = transport_for(group, inputs.q.device) if plan.cp > 1 else None
+            output = attention_of(plan, transport, self.options, inputs)(inputs, kept)
         if block is not None:
             block.keep(self, output)
         if output.max_logit is not None:
@@ -211,8 +217,7 @@ class RingDotProductAttention(PlannedAttention):
             self.current_max_attn_logits = (
                 output.max_logit if before is None else torch.maximum(before, output.max_logit)
             )
-        out = output.out.flatten(2)
-        return out.squeeze(1) if packed else out
+        return output.out
 
     def _stock(self) -> Any:
         """Return Megatron's own core attention with the settings and the `softmax_offset` of this
