@@ -254,10 +254,11 @@ class _Ring:
             return None, {}
         if far not in self._groups:
             # Not a group of its own: its communicator and the others would wait for one another.
+            world: Any = dist.distributed_c10d._world
             self._groups[far] = next(
                 (
                     group
-                    for group, places in dist.distributed_c10d._world.pg_group_ranks.items()
+                    for group, places in world.pg_group_ranks.items()
                     if list(places) == ranks and dist.get_backend(group) == dist.get_backend(far)
                 ),
                 None,

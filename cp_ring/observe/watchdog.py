@@ -388,13 +388,14 @@ def start(timeout: float) -> None:
     """
     if not timeout or not dist.is_initialized():
         return
-    group = dist.distributed_c10d._get_default_group()
+    c10d: Any = dist.distributed_c10d
+    group = c10d._get_default_group()
     if group in _dogs:
         _dogs[group].set_timeout(timeout)
         return
     watched = weakref.ref(group)
     WATCH.__init__()  # type: ignore[misc]
-    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = c10d._get_default_store().clone()
     dog = _dogs[group] = Watchdog(timeout, dist.get_rank(), dist.get_world_size(), store)
 
     def alive() -> bool:

@@ -1,85 +1,77 @@
 # mypy: disable-error-code="import-untyped,import-not-found,no-untyped-def"
-"""The parts that the Triton kernels of merges and of sums share: the table of blocks (see
-`cp_ring.ops.segments`) and the launch.
+"""The parts that the Triton kernels of merges and of sums share: the blocks of tokens (see
+`cp_ring.ops.segments`), and how they are read and written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_PARTS = 4
-"""The number of part arguments of a kernel. If there are fewer parts, the last one is given again
-and not read.
-"""
+
+class Tokens(NamedTuple):
+    """A tensor [.., size] whose last dimension is contiguous, with its strides of tokens, batch and
+    heads, in elements.
+    """
+
+    x: Tensor
+    q: int
+    b: int
+    h: int
+
+
+def tokens_of(x: Tensor, dim: int) -> Tokens:
+    """Return x as kernels take it. Its tokens are dimension `dim`, 0 or 1, its heads 2."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    first, second, heads, _ = x.stride()
+    return Tokens(x, second, first, heads) if dim else Tokens(x, first, second, heads)
 
 
 @triton.jit
-def tokens_in_part(entry, count, BLOCK_Q: tl.constexpr):
-    """Return the indices [BLOCK_Q] of a block's tokens in a part, and how many of them exist. At
-    `entry` are the part's two columns of the table: the position of the first token, and the step
-    to the next one, 0 if there is none.
+def block_of(table, heads, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Return the entry of this program's block in the table, its batch row and head, its number of
+    tokens and their places, how many of them are stored, and how many are then complete.
+    """
+    # Neighboring programs take the heads of one block, whose tokens lie side by side in memory.
+    entry = table + tl.program_id(0) // heads * (4 + 2 * PARTS)
+    h, b = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start, end = tl.load(entry), tl.load(entry + 1)
+    first, last = tl.load(entry + 2), tl.load(entry + 3)
+    count, at = end - start, start.to(tl.int64) + tl.arange(0, BLOCK_Q)
+    return entry + 4, b, h, count, at, tl.where(first == 1, 0, count), tl.where(last == 1, count, 0)
+
+
+@triton.jit
+def places_in_part(entry, count, BLOCK_Q: tl.constexpr):
+    """Return the places [BLOCK_Q] of a block's tokens in a part, and how many of them exist. At
+    `entry` are the part's two columns of the table: the place of the first token, and the step to
+    the next one, 0 if there is none.
     """
     start, step = tl.load(entry).to(tl.int64), tl.load(entry + 1)
     return start + step * tl.arange(0, BLOCK_Q), tl.where(step == 0, 0, count)
 
 
 @triton.jit
-def load_tokens(
-    x,
-    at_q,
-    at_b,
-    at_h,
-    count,
-    stride_q,
-    stride_b,
-    stride_h,
-    size,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """Load the first `count` of the tokens `at_q` of one head in float32 [BLOCK_Q, BLOCK_E]; zeros
+def load_tokens(tokens, at, b, h, count, size, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Load the first `count` of the tokens `at` of one head in float32 [BLOCK_Q, BLOCK_E]; zeros
     elsewhere.
     """
     e = tl.arange(0, BLOCK_E)[None, :]
     inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
-    at = x + at_q[:, None] * stride_q + at_b * stride_b + at_h * stride_h + e
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    place = at[:, None] * tokens.q + b * tokens.b + h * tokens.h + e
+    return tl.load(tokens.x + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_tokens(
-    x,
-    value,
-    at_q,
-    at_b,
-    at_h,
-    count,
-    stride_q,
-    stride_b,
-    stride_h,
-    size,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    tokens, value, at, b, h, count, size, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """Store the tokens that `load_tokens` loads, in the dtype of `x`."""
+    """Store the tokens that `load_tokens` loads, in the dtype of the tensor."""
     e = tl.arange(0, BLOCK_E)[None, :]
     inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
-    tl.store(
-        x + at_q[:, None] * stride_q + at_b * stride_b + at_h * stride_h + e, value, mask=inside
-    )
-
-
-def padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return MAX_PARTS tensors whose last dimension is contiguous."""
-    parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
-    return parts + parts[-1:] * (MAX_PARTS - len(parts))
-
-
-def strides_of(x: Tensor, dim: int) -> tuple[int, int, int]:
-    """Return the strides of tokens, batch and heads, if tokens are the dimension `dim`, 0 or 1."""
-    first, second, heads, _ = x.stride()
-    return (second, first, heads) if dim else (first, second, heads)
+    place = at[:, None] * tokens.q + b * tokens.b + h * tokens.h + e
+    tl.store(tokens.x + place, value, mask=inside)

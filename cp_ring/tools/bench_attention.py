@@ -17,7 +17,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class Contest:
 
 def contestants(contest: Contest) -> dict[str, tuple[Attend, Layout]]:
     """Return what takes part, on a rank: its attention, and which rank holds which tokens."""
-    world, alone = dist.group.WORLD, dist.new_group([0])
+    world, alone = dist.group.WORLD, cast(dist.ProcessGroup, dist.new_group([0]))
     zigzag = Layout.zigzag(contest.n, contest.cp)
     found: dict[str, tuple[Attend, Layout]] = {
         "cp_ring": (partial(ring_attention, group=world, causal=True), zigzag),

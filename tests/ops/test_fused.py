@@ -7,10 +7,12 @@ import logging
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
 from cp_ring.ops.fused import FusedFunction
+from cp_ring.ops.segments import Segments
 
 
 @pytest.fixture
@@ -67,16 +69,44 @@ def test_memory_that_is_short_is_an_error_and_does_not_turn_triton_off(function,
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_numbers_of_tokens_cause_no_new_compilation():
+@pytest.mark.parametrize("name", ["merge", "add"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_numbers_of_tokens_cause_no_new_compilation(monkeypatch, name, parts):
     """Sizes and strides of heads are specialized, because they decide how memory is read; token
-    counts are not.
+    counts are not, nor the strides of lse, which depend on them.
     """
+    first = specialization(monkeypatch, name, parts, tokens=100)
+    for tokens in (1, 16, 101, 4096):
+        assert specialization(monkeypatch, name, parts, tokens) == first
+    assert specialization(monkeypatch, name, parts, 100, size=72) != first
+
+
+def specialization(monkeypatch, name, parts, tokens, size=128):
+    """What Triton compiles a launch for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
     from cp_ring.ops import merge_triton, sums_triton
 
-    strides = {f"lse_{what}{part}" for what in "bh" for part in ("", 0, 1, 2, 3)}
-    assert unspecialized(merge_triton._merge) == {"kept", *strides}
-    assert unspecialized(sums_triton._add) == {"kept"}
+    module = {"merge": merge_triton, "add": sums_triton}[name]
+    kernel, found = getattr(module, f"_{name}"), []
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
 
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *given, **named: found.append(bind(*given, **named)[1])
 
-def unspecialized(function):
-    return {parameter.name for parameter in function.params if parameter.do_not_specialize}
+    monkeypatch.setattr(module, f"_{name}", Launched())
+    segments = Segments(
+        np.array([[0, tokens, 0, 1, *[0, 1] * parts]]).T, kept=slice(tokens // 2, 0)
+    )
+    out = torch.empty(1, tokens, 4, size, dtype=torch.bfloat16)
+    lse = torch.empty(1, tokens, 4).transpose(1, 2)  # as kernels of packed documents return it
+    if name == "merge":
+        module.merge(segments, [out] * parts, [lse] * parts, out.float(), lse.contiguous(), out)
+    else:
+        module.add(segments, [out] * parts, out.float(), out, 1)
+    monkeypatch.undo()
+    return found
