@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.codecs import CODECS
-from cp_ring.comm.plain import Codec, Plain
+from cp_ring.comm.plain import Plain
 from cp_ring.comm.transport import Transport
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.hop_loop import Ring, RingAttention, RingCall
@@ -280,7 +280,7 @@ class Attention:
         ]
 
 
-def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Codec]:
+def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Plain]:
     """Return the codec of a call. Raises `ConfigError` if it does not support the call's inputs or
     plan.
     """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.agreement import Backward
-from cp_ring.comm.plain import Codec
+from cp_ring.comm.plain import Plain
 from cp_ring.comm.transport import Transport, joining
 from cp_ring.kernels import AttentionKernel, determinism
 from cp_ring.kernels.queries import Queries
@@ -42,7 +42,7 @@ class Ring:
     order of messages of forward and of backward, each from its first call on.
     """
 
-    codec: type[Codec]
+    codec: type[Plain]
     bshd: bool
     scale: float
     num_slots: int

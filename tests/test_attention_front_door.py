@@ -19,6 +19,7 @@ from cp_ring import (
     Plan,
     ring_attention,
 )
+from cp_ring.comm.groups import transport_for
 from cp_ring.kernels import work
 from cp_ring.plan import plan as maker
 from cp_ring.testing.oracle import Case
@@ -195,12 +196,15 @@ def _groups(group, case):
         ring_attention(q, k, v, which, causal=True)
         for which in (mesh["cp"], mesh["cp"].get_group())
     ]
-    return outs, said(ring_attention, q, k, v, dist.new_group([0, 1]), causal=True)
+    cuda = said(transport_for, mesh["cp"].get_group(), torch.device("cuda"))
+    return outs, said(ring_attention, q, k, v, dist.new_group([0, 1]), causal=True), cuda
 
 
 def test_meshes_and_groups(pool):
-    for rank, (outs, says) in enumerate(pool.run(_groups, 4, Case.draw(N))):
+    backends = "(its backends are cpu:gloo,cuda:gloo): make it with backend nccl"
+    for rank, (outs, says, cuda) in enumerate(pool.run(_groups, 4, Case.draw(N))):
         assert torch.equal(*outs)
+        assert cuda == f"the context-parallel group moves no tensors of cuda {backends}"
         member = f"group does not contain this process, which is rank {rank} of 4"
         assert says == ("" if rank < 2 else member)
 

@@ -9,7 +9,7 @@ from typing import override
 import torch
 from torch import Tensor
 
-from cp_ring.comm.plain import Codec, Plain
+from cp_ring.comm.plain import Plain
 from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.plan.records import Hop, Turn
@@ -132,7 +132,7 @@ class Fp8(Quantized):
         return codes.view(torch.float8_e4m3fn)
 
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
+CODECS: dict[str, type[Plain]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}
 """Classes of codecs by name, without that of latents; see `cp_ring.attention`. The widths
 and the error of each are in `WIRES`, by the same name.
 """

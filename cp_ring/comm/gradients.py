@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import override
 
 import torch
+from torch import Tensor
 
 from cp_ring.comm.transport import DONE, Buffer, MessageBatch, Pending, Transport
 from cp_ring.observe import debug
@@ -14,8 +17,9 @@ from cp_ring.ops.totals import Sum
 from cp_ring.plan.records import Hop, Transfer
 
 
-class GradMessages:
-    """The messages of gradients, which arrive in tensors like those of `like`, in `dtype`.
+class GradMessages(ABC):
+    """Takes the partial gradients of each hop's keys and values, and sends them to the owners of
+    the keys. They arrive in tensors like those of `like`, in `dtype`.
 
     A hop's messages travel while the next hop is computed, and are complete before the messages of
     the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
@@ -28,6 +32,20 @@ class GradMessages:
         self._in: Buffer = ()
         self._pending: Pending = DONE
         self._arriving: Sequence[tuple[Transfer, Transfer]] = ()
+
+    @abstractmethod
+    def start(self, hop: Hop) -> Sum:
+        """Begin a hop. Returns the sum of the gradients of its keys, of one tensor [u, b, g, d] for
+        keys and for values.
+        """
+
+    @abstractmethod
+    def send(self, hop: Hop) -> None:
+        """Add the gradients that arrived during this hop, then post the messages of this hop."""
+
+    @abstractmethod
+    def finish(self) -> Sequence[Tensor]:
+        """Return the gradients of the codec's inputs, in the order of its constructor."""
 
     def _post(self, hop: Hop, leaving: Buffer) -> None:
         """Post the messages of a hop, once those of the previous hop have been collected."""
@@ -70,26 +88,22 @@ class GradStream(GradMessages):
         first = own[0]
         self._home = self._now = Sum(updates[0], first.shape[0], self._sizes, first, first.dtype)
 
+    @override
     def start(self, hop: Hop) -> Sum:
-        """Begin a hop. Returns the sum of the gradients of its keys, of one tensor [u, b, g, d] for
-        each of `own`.
-        """
         self._now = self._home
         if index := hop.index:
             like, dtype = self._like[0], self._wire_dtype
             self._now = Sum(self._updates[index], hop.num_grads, self._sizes, like, dtype)
         return self._now
 
+    @override
     def send(self, hop: Hop) -> None:
-        """Add the gradients that arrived during this hop, then post the messages of this hop."""
         self._collect()
         if self._transport is not None:
             self._post(hop, tuple(self._now.finish()) if hop.grad_sends else ())
 
-    def finish(self) -> Buffer:
-        """Return the gradients of this rank's own keys and values, summed over all ranks: [s, b, g,
-        d] and [s, b, g, e].
-        """
+    @override
+    def finish(self) -> Sequence[Tensor]:
         self._collect()
         return self._home.finish()
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_ring.comm.agreement import meet_first
-from cp_ring.comm.transport import DONE, GroupTransport, MessageBatch, Pending, Transport
+from cp_ring.comm.transport import (
+    DONE,
+    GroupTransport,
+    MessageBatch,
+    Pending,
+    Transport,
+    backend_of,
+)
 from cp_ring.errors import ConfigError, expect
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -69,18 +76,15 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
     if device.type not in of_group:
         if dist.get_rank(group) < 0:
             raise ConfigError(_not_of_the_group())
-        backend = dist.get_backend(group)
-        if device.type == "cpu" and backend == "nccl":
+        backend = backend_of(group, device)
+        if backend == "" or (device.type, backend) == ("cuda", "gloo"):
             raise ConfigError(
-                "the context-parallel group uses NCCL, but the tensors are on the CPU; use the "
-                "gloo backend"
+                f"the context-parallel group moves no tensors of {device.type} (its backends are "
+                f"{dist.get_backend_config(group)}): make it with backend "
+                f"{'nccl' if device.type == 'cuda' else 'gloo'}"
             )
-        staged = device.type == "cuda" and backend == "gloo"
-        meet_first(group, torch.device("cpu") if staged else device)
-        made = GroupTransport
-        if staged:
-            from cp_ring.comm.staged import StagedTransport as made
-        of_group[device.type] = made(group)
+        meet_first(group, device)
+        of_group[device.type] = GroupTransport(group, device)
     return of_group[device.type]
 
 

@@ -200,17 +200,20 @@ class LatentGradients(GradMessages):
         super().__init__(transport, (self._owed,), wire_dtype)
         self._passed: Tensor | None = None
 
+    @override
     def start(self, hop: Hop) -> Sum:
         self._passed, self._now, k = None, self._home, self._key
         if index := hop.index:
             self._now = Sum(self._updates[index], hop.num_grads, self._key_sizes, k, k.dtype)
         return self._now
 
+    @override
     def send(self, hop: Hop) -> None:
         self._collect(hop)
         if self._transport is not None:
             self._post(hop, (self._of_latents(hop),) if hop.index else ())
 
+    @override
     def finish(self) -> Sequence[Tensor]:
         """Return dk, dv, and the gradients of latent, key_up and value_up."""
         self._collect(None)

@@ -20,11 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cp_ring.comm.gradients import GradStream
+from cp_ring.comm.gradients import GradMessages, GradStream
 from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.ops.segments import Segments
-from cp_ring.ops.totals import Sum
 from cp_ring.plan.records import Hop, Turn
 
 Keys = Iterable[tuple[Hop, Tensor, Tensor]]
@@ -46,66 +45,30 @@ class KeyUpdates(Protocol):
     def own_keys(self) -> Mapping[int, Sequence[Segments]]: ...
 
 
-class Gradients(Protocol):
-    """Takes the partial gradients of each hop's keys and values, and sends them to the owners of
-    the keys.
-    """
-
-    def start(self, hop: Hop) -> Sum:
-        """Begin a hop. Returns the sum of its kernel calls' dk and dv."""
-        ...
-
-    def send(self, hop: Hop) -> None: ...
-
-    def finish(self) -> Sequence[Tensor]:
-        """Return the gradients of the codec's inputs, in the order of its constructor."""
-        ...
-
-
-class Codec(Protocol):
-    """The keys and values of one call, and how they travel. The constructor takes k and v, then the
-    codec's other inputs.
+class Plain:
+    """Keys and values travel as they are, and tiles read them where they arrive. Other codecs
+    derive from this one; their constructors take k and v, then their other inputs.
 
     needs_latents: True if the other inputs are those of `LatentKeys`, which have no heads to
     exchange.
     """
 
-    name: str
-    needs_latents: bool
-
-    def __init__(self, k: Tensor, v: Tensor, *inputs: Tensor): ...
-
-    def encode(self) -> Buffer:
-        """Return this rank's own tokens in the form that travels: tensors [s, ...]."""
-        ...
-
-    def keys(self, order: Sequence[Turn], transport: Transport | None) -> Keys:
-        """Yield the keys and values of each hop."""
-        ...
-
-    def gradients(
-        self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
-    ) -> Gradients:
-        """Return the gradients of one backward pass."""
-        ...
-
-
-class Plain:
-    """Keys and values travel as they are, and tiles read them where they arrive."""
-
     name = "plain"
     needs_latents = False
 
-    def __init__(self, k: Tensor, v: Tensor):
+    def __init__(self, k: Tensor, v: Tensor, *_: Tensor):
         self._k, self._v = k, v
 
     def encode(self) -> Buffer:
+        """Return this rank's own tokens in the form that travels: tensors [s, ...]."""
         return self._k, self._v
 
     def keys(self, order: Sequence[Turn], transport: Transport | None) -> Keys:
+        """Yield the keys and values of each hop."""
         return KeyStream(order, transport, self.encode())
 
     def gradients(
         self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
-    ) -> Gradients:
+    ) -> GradMessages:
+        """Return the gradients of one backward pass."""
         return GradStream(updates.keys, transport, (self._k, self._v), wire_dtype)

@@ -1,6 +1,4 @@
-"""Messages of token ranges: with NCCL on GPUs, with gloo on CPUs. `cp_ring.comm.staged` does so
-with gloo for CUDA tensors.
-"""
+"""Messages of token ranges: with NCCL on GPUs, with gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -140,16 +139,16 @@ class _Held:
 
 
 class GroupTransport:
-    """Messages over a process group of torch, with the backend NCCL or gloo."""
+    """Messages of tensors on `device` over a process group of torch: by NCCL or gloo."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         # Weak, because transports are kept for as long as their group lives.
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._agreement = agreement_of(group)
         self.agree = self._agreement.check
-        self.blocks = self._tags = dist.get_backend(group) == "gloo"  # NCCL has no tags
+        self.blocks = self._tags = backend_of(group, device) == "gloo"  # NCCL has no tags
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -172,6 +171,14 @@ class GroupTransport:
         count(batch)
         with named(f"send {batch.kind}"):
             return _Works(_started(group, receives, sends, tag), batch, self._agreement.explain)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend of a group for tensors on a device, "" if it has none. A group may have
+    one for each type of device.
+    """
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return dict(pairs).get(device.type, "")
 
 
 def _started(

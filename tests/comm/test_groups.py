@@ -7,6 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from cp_ring.comm.groups import transport_for
 
 PROGRAM = """
 import gc, json, os, sys, threading
@@ -55,3 +59,16 @@ def test_destroyed_groups_leave_no_threads_and_no_files(tmp_path, size):
         # threads of gloo end a moment after their group; what each group leaves is ten of them
         for kept, now in zip(before, after, strict=True):
             assert now < kept + 10, out
+
+
+def _transport(group, backend):
+    ranks = dist.get_process_group_ranks(group)
+    again = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    transport = transport_for(again, torch.device("cpu"))
+    return transport.blocks, transport._tags
+
+
+def test_the_backend_is_that_of_the_tensors(pool):
+    """A group may have one for each device, as those of `init_process_group()` do."""
+    for backend in ("gloo", "cpu:gloo"):
+        assert pool.run(_transport, 2, backend) == [(True, True)] * 2

@@ -101,8 +101,8 @@ def _two_communicators():
     near, far = (
         [new_group(ranks) for ranks in cut] for cut in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     )
-    rank = torch.distributed.get_rank()
-    mine = [transport.GroupTransport(group) for group in (near[rank // 2], far[rank % 2])]
+    rank, cuda = torch.distributed.get_rank(), torch.device("cuda")
+    mine = [transport.GroupTransport(group, cuda) for group in (near[rank // 2], far[rank % 2])]
     with mock.patch.object(heads, "sub_transports", lambda *_: mine):
         yield
 
