@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import documents as documents_module
-from cp_ring.megatron.adapter.config import RingConfig
+from cp_ring.megatron.adapter.config import RingConfig, Split
+from cp_ring.megatron.options import Options
 from tests.peers import tables
 
 
@@ -165,6 +166,23 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
         arguments.position_embedding_type = kind
         with pytest.raises(ConfigError, match=line):
             gpt.get_batch(None, None)
+
+
+@pytest.mark.parametrize("layout, longest", [("balanced", 16), ("zigzag", 64)])
+def test_rotary_positions_begin_at_0_in_each_document(layout, longest):
+    """Megatron makes the embeddings of the longest document, not those of the whole batch row, but
+    for a split of which it takes a part itself.
+    """
+    settings.configure(Options(document_mask=True, layout=layout))
+    edges = np.array([0, 5, 18, 20, 36, 52, 64, 73, 88, 100, 112, 128])
+    documents = Documents.in_rows(edges, 2, 2, Split(layout))
+    for rank in range(2):
+        stream = documents.layout.positions(rank)
+        start = edges[np.searchsorted(edges, stream, "right") - 1]
+        wanted = torch.from_numpy(stream - start).view(2, -1).T
+        assert torch.equal(documents.positions(rank), wanted) and wanted.max() < documents.longest
+    assert documents.longest == 16
+    assert DocumentParams.carry(documents).max_seqlen_q == longest
 
 
 class Waits(TorchDispatchMode):

@@ -96,8 +96,8 @@ def _positions_of_zigzag(positions, documents, rank):
     from cp_ring import Layout
 
     n, cp = documents.layout.n // documents.batch, documents.layout.cp
-    zigzag = torch.from_numpy(Layout.zigzag(n, cp).positions(rank))
-    return zigzag[:, None].expand(-1, documents.batch)
+    zigzag = Layout.batch([Layout.zigzag(n, cp)] * documents.batch)
+    return positions(dataclasses.replace(documents, layout=zigzag), rank)
 
 
 def _one_section(positions, batch):

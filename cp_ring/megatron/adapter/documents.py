@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.ahead import cached
-from cp_ring.megatron.adapter.config import RingConfig, Split
+from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
 from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.plan import ranges
@@ -98,7 +98,10 @@ class DocumentParams(PackedSeqParams):
 
     @classmethod
     def carry(cls, documents: MicrobatchMask) -> DocumentParams:
-        n = documents.layout.n // documents.batch
+        # of a layout that is the same in every microbatch, Megatron takes a part of a batch row's
+        # embeddings
+        by_microbatch = in_force().by_microbatch
+        n = documents.longest if by_microbatch else documents.layout.n // documents.batch
         return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
 
 

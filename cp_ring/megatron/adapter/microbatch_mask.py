@@ -52,9 +52,21 @@ class MicrobatchMask:
 
     def positions(self, rank: int) -> torch.Tensor:
         """Return the positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n /
-        cp, batch].
+        cp, batch]. Those of a document begin at 0: angles of small positions are more accurate.
         """
-        return self.places(rank)
+        (first, position), tokens = self.whole.segments, self.layout.positions(rank)
+        segment = np.searchsorted(first, tokens, "right") - 1
+        positions = torch.from_numpy(tokens - first[segment] + position[segment])
+        return positions.view(self.batch, -1).transpose(0, 1)
+
+    @property
+    def longest(self) -> int:
+        """The number of positions of rotary embeddings, rounded up to a power of two: Megatron
+        keeps the embeddings of each number that it meets.
+        """
+        first, position = self.whole.segments
+        most = int((np.diff(first, append=self.whole.n) + position).max(initial=1))
+        return min(1 << (most - 1).bit_length(), self.layout.n // self.batch)
 
     def last(self) -> torch.Tensor:
         """Return True for tokens without a next token, the last one of each sequence and padding:

@@ -37,10 +37,6 @@ class DeclaredMask(MicrobatchMask):
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
 
-    def positions(self, rank: int) -> torch.Tensor:
-        positions = torch.from_numpy(self.whole.positions[self.layout.positions(rank)])
-        return positions.view(self.batch, -1).transpose(0, 1)
-
     @property
     def own_positions(self) -> bool:
         """Return True if a token's position in some batch row differs from its index."""
