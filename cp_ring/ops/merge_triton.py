@@ -74,15 +74,15 @@ def merge(
     result: Tensor,
 ) -> None:
     """Run `cp_ring.ops.merge.merge`. `lse` is contiguous; `running` and `result`
-    have tokens first in memory.
+    have tokens first in memory, so their strides are equal.
     """
     table, kept = segments.blocks(result.device), segments.kept.start
     running, kept = (result, 0) if running is None else (running, kept)
-    b, _, heads, size = running.shape
+    (b, _, heads, size), total = running.shape, tokens_of(running, 1)
     of_lses = [stride for x in lses for stride in x.stride()]
     # As in `sums_triton.add`: ptxas would spill to have 80 registers on sm_80.
     _merge[(len(table) * heads, b)](
-        table, kept, tokens_of(running, 1), tokens_of(result, 1), lse,
+        table, kept, total, total._replace(x=result), lse,
         tuple(tokens_of(out, 1) for out in outs), tuple(lses),
         size, heads, *lse.stride()[:2], *of_lses, *[0] * (3 * MAX_PARTS - len(of_lses)),
         PARTS=len(outs), BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size), maxnreg=255,

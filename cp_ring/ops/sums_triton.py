@@ -44,13 +44,15 @@ def add(
     result: Tensor,
     dim: int = 0,
 ) -> None:
-    """Run `cp_ring.ops.sums.add`. `running` and `result` have tokens first in memory."""
+    """Run `cp_ring.ops.sums.add`. `running` and `result` have tokens first in memory, so their
+    strides are equal.
+    """
     table, kept = segments.blocks(result.device), segments.kept.start
     running, kept = (result, 0) if running is None else (running, kept)
-    b, (heads, size) = running.shape[1 - dim], running.shape[2:]
+    b, (heads, size), total = running.shape[1 - dim], running.shape[2:], tokens_of(running, dim)
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
     _add[(len(table) * heads, b)](
-        table, kept, tokens_of(running, dim), tokens_of(result, dim),
+        table, kept, total, total._replace(x=result),
         tuple(tokens_of(part, dim) for part in parts), size, heads,
         PARTS=len(parts), BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip
