@@ -13,6 +13,7 @@ under context parallelism, because these layers get attention's type of communic
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -32,14 +33,20 @@ def _replacements() -> Iterator[Replacement]:
     from cp_ring.megatron.adapter import recurrent
 
     package: Any = recurrent.gated_delta_nets
-    kinds = {
-        recurrent.mamba_mixer.MambaMixer: recurrent.mamba,
-        package.GatedDeltaNet: recurrent.gated_delta_net,
-        getattr(package, "GatedDeltaNet2", None): recurrent.gated_delta_net,
-    }
-    for layer, train in kinds.items():
+    kinds = [
+        (recurrent.mamba_mixer.MambaMixer, "M", recurrent.mamba),
+        (package.GatedDeltaNet, "G", recurrent.gated_delta_net),
+        (getattr(package, "GatedDeltaNet2", None), "G", recurrent.gated_delta_net),
+        (getattr(package, "KimiDeltaAttention", None), "G", recurrent.kimi_delta_attention),
+    ]
+    if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
+        from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
+
+        kinds.append((GatedDeltaProductMixer, "M", recurrent.gated_delta_product))
+    for layer, letter, train in kinds:
         if layer is not None:
-            yield layer, "__init__", recurrent.built(_without_type(layer.__init__))
+            construct = recurrent.built_as(letter)(_without_type(layer.__init__))
+            yield layer, "__init__", construct
             yield layer, "forward", recurrent.training_by(train)(layer.forward)
     yield TransformerConfig, "__post_init__", _of_any_heads(TransformerConfig.__post_init__)
     layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)

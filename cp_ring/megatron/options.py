@@ -112,8 +112,9 @@ class Options(Settings, CallSettings):
     recurrent: str = setting(
         "auto",
         "Recurrent layers exchange heads or states among context-parallel ranks; auto takes "
-        "states where heads do not divide, else what is predicted to be faster.",
-        choices=("heads", "states", "auto"),
+        "states where heads do not divide, else what is predicted to be faster; with M or G only "
+        "Mamba layers or delta nets take states.",
+        choices=("heads", "states", "auto", "M", "G"),
     )
     recompute: str = setting(
         "keep",

@@ -407,8 +407,10 @@ def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> tuple
     for each, count in setup.model.recurrent:
         mixer = each.of_rank(sizes.tp)
         heads, states = mixer.seconds(tokens, sizes.cp, near, setup.rates)
-        ways = {"heads": heads, "states": states, "auto": min(heads, states)}
-        shared = states if mixer.units % sizes.cp else ways[setup.model.shared]
+        ways = {"heads": heads, "states": states}
+        shared = (
+            states if mixer.units % sizes.cp else ways.get(setup.model.shared, min(heads, states))
+        )
         scans += count * mixer.scan_seconds(tokens, setup.rates)
         exchanges += count * shared if sizes.cp > 1 else 0.0
     return scans, exchanges

@@ -48,6 +48,21 @@ DELTA_NET = f"""
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
     --init-method-std 0.02
 """
+# with Megatron's 1e-8, Adam makes whole steps of rounding noise: 1.3e-6 with two stages
+PRODUCT = MAMBA.replace(
+    "parity.recurrent hybrid",
+    "parity.recurrent gated_delta_product_stack_spec --mamba-num-heads 8 --adam-eps 1e-5",
+)
+BOTH = f"""
+    {MAMBA.replace("M*M-", "M*G-")} --linear-key-head-dim 8 --linear-value-head-dim 16
+    --linear-num-key-heads 4 --linear-num-value-heads 8
+"""
+KIMI = f"""
+    {UNTIED} --experimental-attention-variant kda --linear-attention-freq 2 --adam-eps 1e-5
+    --spec tests.parity.recurrent linear_attention --sequence-parallel --apply-layernorm-1p
+    --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 8 --linear-num-value-heads 8
+    --init-method-std 0.02
+"""
 QWEN = f"""
     {EXPERTS} --adam-eps 1e-5 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate
     --moe-shared-expert-intermediate-size 64 --moe-layer-freq 2 --rotary-percent 0.5 --sequence-parallel
@@ -223,6 +238,18 @@ def _recurrent(name, flags, balanced=1e-6):
             REFERENCE, "shared_prefix", splits=two)  # fmt: skip
 
 
+def _alike(name, flags):
+    """Models of a kind of layer of Megatron in development."""
+    make = functools.partial(Model, layers=4, tolerance=1e-6, drawn_by_tp=True)
+    order, across = "state in the order of another layout", "state across documents"
+    every = ("cp2", "cp4", "tp2cp2", "pp2cp2")
+    for ring, way in ((HEADS_WAY, ""), (STATES, "_states")):
+        yield make(f"{name}{way}", flags, order, ring, splits=every)
+        yield make(f"{name}{way}_document_mask_balanced",
+            f"{flags} --cp-ring-document-mask --micro-batch-size 2", across,
+            f"{ring} {BALANCED}", REFERENCE, "documents", splits=every)  # fmt: skip
+
+
 MODELS = (
     Model("causal", UNTIED, "mask widened"),
     Model("causal_ring_route", UNTIED, "mask widened",
@@ -347,6 +374,14 @@ MODELS = (
     Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
         splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
     *_recurrent("mamba", MAMBA),
+    *_alike("delta_product", PRODUCT),
+    *_alike("kimi", KIMI),
+    # ranks exchange states of the delta nets and heads of the Mamba layers, and the other way round
+    Model("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask", "state across documents",
+        f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2", "pp2cp2"),
+        layers=4, tolerance=1e-6, drawn_by_tp=True),
+    Model("mamba_states_beside_delta_net", BOTH.replace("--mamba-num-groups 4", "--mamba-num-groups 1"),
+        "state in the order of another layout", splits=("cp2",), layers=4, tolerance=1e-6),
     Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
         "state across documents", f"{STATES} {BALANCED}", REFERENCE,
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),

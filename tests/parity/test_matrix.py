@@ -31,7 +31,7 @@ HEADLINE = {
     "recurrent": {
         "mamba": "cp2", "delta_net_document_mask_balanced": "cp2", "qwen3_next_states": "cp2", "delta_net": "tp2cp2",
         "mamba_states_document_mask_balanced": "cp4", "delta_net_states_shared_prefix": "cp2",
-        "delta_net_few_heads": "cp4",
+        "delta_net_few_heads": "cp4", "mamba_beside_delta_net_states": "tp2cp2",
     },
     "sparse": {"sparse_gathered": "cp2"},
     "positions": {"mrope_images_packed_thd": "cp2", "yarn": "cp2"},

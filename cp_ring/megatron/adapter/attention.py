@@ -125,9 +125,8 @@ class RingDotProductAttention(PlannedAttention):
             wire_dtype=self.ring.wire_dtype,
             qkv_format="sbhd",
             compare_every=self.ring.compare_every,
-            max_logit=bool(
-                getattr(self.config, "qk_clip", False)
-                or getattr(self.config, "log_max_attention_logit", False)
+            max_logit=any(
+                getattr(self.config, name, False) for name in ("qk_clip", "log_max_attention_logit")
             ),
         )
 

@@ -10,11 +10,12 @@ from typing import Any
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Megatron's argument, and its older name."""
 
-RECURRENT = {"M": "Mamba", "G": "gated delta net"}
+RECURRENT = {"M": "Mamba", "G": "gated delta net", "K": "Kimi delta attention"}
 """Letters of recurrent layers, whose state runs along the sequence."""
 
 
-_RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
+_RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaProductMixer"}
+_RECURRENT_CLASSES |= {"GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention"}
 """Names of Megatron's classes of recurrent layers."""
 
 LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
@@ -24,7 +25,7 @@ _ATTENTION = "*+"
 SPARSE = "D"
 """The letter of sparse attention (--experimental-attention-variant dsa), which Megatron splits."""
 
-VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "dsa": SPARSE}
+VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "kda": "K", "dsa": SPARSE}
 """The letter of each value of --experimental-attention-variant. Since 0.20, gdn means
 gated_delta_net.
 """

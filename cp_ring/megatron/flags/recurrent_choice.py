@@ -9,9 +9,12 @@ from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of, shown_pa
 from cp_ring.megatron.options import Options
 from cp_ring.recurrent.choice import MixerSizes
 
+PRODUCTS = ("gdp_stack_spec", "gated_delta_product_stack_spec")
+"""Names of specifications whose layers M are gated delta products, as Megatron tells them."""
+
 NODE = 8  # ranks, of which tensor-parallel ones are neighbors
 
-UNITS = {"M": "groups of heads", "G": "key heads"}
+UNITS = {"M": "groups of heads", "G": "key heads", "K": "heads"}
 """What ranks that exchange heads share, by the letter of a layer."""
 
 FOLLOWED = ("documents", "tree", "shared-prefix", "causal")
@@ -23,17 +26,17 @@ def rejection(args: Asked, options: Options) -> str | None:
     share, and states in CUDA graphs.
     """
     pattern = shown_pattern(args)
-    layers = [RECURRENT[letter] for letter, _ in mixers(args)]
-    line = undivided_heads(args)
-    if line and options.recurrent == "heads":
-        return f"{pattern}: {line}: leave out --cp-ring-recurrent heads"
+    letters = [letter for letter, _ in mixers(args)]
+    way = options.recurrent
+    if way != "auto" and (line := undivided_heads(args, way)):
+        return f"{pattern}: {line}: leave out --cp-ring-recurrent {way}"
     masks = [kind for kind in options.kinds if kind not in FOLLOWED]
-    if layers and masks:
+    if letters and masks:
         return (
-            f"--cp-ring-mask-kinds {masks[0]}: the {layers[0]} layers of {pattern} are recurrent "
-            f"and ignore this mask: give {', '.join(FOLLOWED[:-1])} or {FOLLOWED[-1]}"
+            f"--cp-ring-mask-kinds {masks[0]}: the {RECURRENT[letters[0]]} layers of {pattern} are "
+            f"recurrent and ignore this mask: give {', '.join(FOLLOWED[:-1])} or {FOLLOWED[-1]}"
         )
-    if "Mamba" in layers and _graphed(args) and (line or options.recurrent == "states"):
+    if "M" in letters and _graphed(args) and (way in ("states", "M") or undivided_heads(args, "G")):
         return (
             f"--cuda-graph-modules mamba: states of the Mamba layers of {pattern} travel, which a "
             "CUDA graph cannot hold: leave mamba out"
@@ -47,18 +50,26 @@ def _graphed(args: Asked) -> bool:
 
 
 def choose(args: Asked) -> str:
-    """Return heads or states for the recurrent layers of a job: states where heads do not divide,
-    else what is predicted to be faster for one layer of each kind.
+    """Return heads or states for the recurrent layers of a job, or the letter of those that take
+    states: states where heads do not divide, else what is predicted to be faster.
     """
-    if undivided_heads(args):
-        return "states"
-    if _graphed(args):
-        return "heads"
     tokens = (args.seq_length or 0) * (args.micro_batch_size or 1) // args.cp
     node = max(NODE // args.tp, 1)
-    pairs = [sizes.seconds(tokens, args.cp, node) for _, sizes in mixers(args)]
-    heads, states = (sum(seconds) for seconds in zip((0.0, 0.0), *pairs, strict=True))
-    return "states" if args.cp > 1 and states < heads else "heads"
+    every, chosen = set(), set()
+    for letter, sizes in mixers(args):
+        every.add(_decided_with(letter))
+        heads, states = sizes.seconds(tokens, args.cp, node)
+        faster = args.cp > 1 and states < heads and not (letter == "M" and _graphed(args))
+        if faster or sizes.units % args.cp:
+            chosen.add(_decided_with(letter))
+    if chosen in (every, set()):
+        return "states" if chosen else "heads"
+    return chosen.pop()
+
+
+def _decided_with(letter: str) -> str:
+    """Return the letter of the layers that share a sequence as these do: all delta nets alike."""
+    return "M" if letter == "M" else "G"
 
 
 def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
@@ -70,23 +81,29 @@ def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
         heads = (args.mamba_num_heads or 2 * args.hidden_size // size) // args.tp
         state = args.mamba_state_dim or 128
         groups = (args.mamba_num_groups or 8) // args.tp
-        channels = heads * (3 * size + 1) + 2 * groups * state
-        yield "M", MixerSizes(heads, 1, size * state, channels, element, groups)
-    if "G" in letters:
-        keys = args.linear_num_key_heads or 16
-        values = args.linear_num_value_heads or 32
-        k = args.linear_key_head_dim or 128
-        v = args.linear_value_head_dim or 128
-        channels = (2 * keys * k + values * (3 * v + 2)) // args.tp
-        yield "G", MixerSizes(values // args.tp, k, v, channels, element, keys // args.tp)
+        if str(args.spec).rstrip("']").endswith(PRODUCTS):
+            learned = (args.gdp_num_householder or 3) + 1
+            channels = learned * (heads * (size + 1) + groups * state)
+            yield "M", MixerSizes(heads, state, size, channels, element, groups)
+        else:
+            channels = heads * (3 * size + 1) + 2 * groups * state
+            yield "M", MixerSizes(heads, 1, size * state, channels, element, groups)
+    keys = args.linear_num_key_heads or 16
+    values = args.linear_num_value_heads or 32
+    k = args.linear_key_head_dim or 128
+    v = args.linear_value_head_dim or 128
+    for letter, gates in (("G", 2 * values), ("K", keys * (k + 1))):
+        if letter in letters:
+            channels = (2 * keys * k + 3 * values * v + gates) // args.tp
+            yield letter, MixerSizes(values // args.tp, k, v, channels, element, keys // args.tp)
 
 
-def undivided_heads(args: Asked) -> str:
+def undivided_heads(args: Asked, way: str = "heads") -> str:
     """Return a text about heads of recurrent layers that the context-parallel ranks cannot share,
-    or "". Mamba's heads are shared in whole groups.
+    or "", if the layers of `way` exchange states. Mamba's heads are shared in whole groups.
     """
     for letter, sizes in mixers(args):
-        if sizes.units % args.cp:
+        if sizes.units % args.cp and way not in ("states", _decided_with(letter)):
             return (
                 f"the {sizes.units} {UNITS[letter]} of the {RECURRENT[letter]} layers do not "
                 f"divide among {args.cp} ranks"
