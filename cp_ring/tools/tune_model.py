@@ -403,7 +403,7 @@ def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> tuple
     them takes in forward and backward: messages, and the second pass of states.
     """
     scans = exchanges = 0.0
-    near = max(1, setup.ranks_per_node // sizes.tp)
+    near = setup.ranks_per_node // sizes.tp or 1
     for each, count in setup.model.recurrent:
         mixer = each.of_rank(sizes.tp)
         heads, states = mixer.seconds(tokens, sizes.cp, near, setup.rates)

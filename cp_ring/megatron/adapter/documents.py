@@ -68,12 +68,12 @@ class Documents(MicrobatchMask):
             )
         real = _common_offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
         padded = _common_offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        real = padded if real is None else real
-        padded = real if padded is None else padded
-        if real is None or padded is None:
+        found = [offsets for offsets in (real, padded) if offsets is not None]
+        if not found:
             raise ConfigError(
                 "packed_seq_params has no cu_seqlens_q: give the offsets of its documents"
             )
+        real, padded = found[0], found[-1]
         length, room = np.diff(real), np.diff(padded)
         if len(length) != len(room) or (length > room).any():
             raise ConfigError(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net as gated_delta_nets
@@ -101,8 +102,8 @@ def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
         passing = StatePassing(pieces, transport, x.device)
         orders = {}
         if not states:
-            places = torch.cat([carried.places(rank) for rank in range(layout.cp)])  # [n, b]
-            by_rank = (places + torch.arange(batch) * len(places)).reshape(-1).to(x.device)
+            held = [layout.positions(rank).reshape(batch, -1).T for rank in range(layout.cp)]
+            by_rank = torch.from_numpy(np.concatenate(held).reshape(-1)).to(x.device)
             orders = {"group": group, "by_rank": by_rank, "in_sequence": by_rank.argsort()}
         carried.made[key] = Tokens(passing, batch, **orders)
     made: Tokens = carried.made[key]
@@ -151,8 +152,10 @@ def training_by(train: Function) -> Function:
     ) -> Any:
         alone = packed_seq_params is None and layer.cp_ring_group.size() == 1
         if inference_context is not None or alone:
-            more = {"inference_context": inference_context, "packed_seq_params": packed_seq_params}
-            return forward(layer, hidden_states, *args, **named, **more)
+            named |= {"inference_context": inference_context}
+            return forward(
+                layer, hidden_states, *args, packed_seq_params=packed_seq_params, **named
+            )
         if getattr(layer, "recompute_gdn", False) and layer.training:
             return checkpoint(lambda x: train(layer, x, packed_seq_params), False, hidden_states)
         return train(layer, hidden_states, packed_seq_params)

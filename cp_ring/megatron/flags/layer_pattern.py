@@ -13,11 +13,6 @@ PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 RECURRENT = {"M": "Mamba", "G": "gated delta net", "K": "Kimi delta attention"}
 """Letters of recurrent layers, whose state runs along the sequence."""
 
-
-_RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaProductMixer"}
-_RECURRENT_CLASSES |= {"GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention"}
-"""Names of Megatron's classes of recurrent layers."""
-
 LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 """Numbers of heads that Megatron divides among context-parallel ranks, and states do not."""
 
@@ -126,8 +121,3 @@ def config_of_layer(config: Any, layer: int) -> Any:
     own numbers of key/value heads.
     """
     return config.get_config_for_layer(layer) if hasattr(config, "per_block_parameters") else config
-
-
-def is_recurrent(layer: Any) -> bool:
-    """Return True if a module is a recurrent layer."""
-    return any(each.__name__ in _RECURRENT_CLASSES for each in type(layer).__mro__)
