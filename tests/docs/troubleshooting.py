@@ -94,7 +94,9 @@ ADVICE = {
 OF_OTHER_VERSIONS = {
     "--dynamic-context-parallel": {"dynamic_context_parallel": True},
     "--cp-partition-mode contiguous": {"cp_partition_mode": "contiguous"},
-    "--experimental-attention-variant dsv4_hybrid": {"experimental_attention_variant": "dsv4_hybrid"},
+    "--experimental-attention-variant dsv4_hybrid": {
+        "experimental_attention_variant": "dsv4_hybrid"
+    },
     "--mtp-hsm": {"mtp_hsm": True},
     "--megatron-fsdp-version 2": {"megatron_fsdp_version": 2},
     "--cuda-graph-impl full_iteration": {"cuda_graph_impl": "full_iteration"},

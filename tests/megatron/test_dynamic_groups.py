@@ -66,6 +66,7 @@ def build(cp, kind="", seed=3, groups=None, **more):
 
 
 LENGTHS = 64, 48, 32, 24, 20, 16, 13, 9, 7  # of documents that a schedule deals to groups
+ALONE = ((1, tuple((n,) for n in LENGTHS)),)
 
 
 def microbatches(all_of_them, rank=0, step=STEP):
@@ -104,25 +105,27 @@ def planted(fault):
         documents.group_of_microbatch = right
 
 
-def step_into(done):
-    """A program's forward step for a loop of Megatron's; notes loss, tokens and size of the group."""
+def split(iterator):
     import cp_ring.megatron
 
+    mine = cp_ring.megatron.split_batch(next(iterator))
+    names = "tokens", "labels", "loss_mask", "position_ids", "packed_seq_params"
+    return [mine[name] for name in names]
+
+
+def step_into(done, read=split):
+    """A program's forward step for a loop of Megatron's; notes loss, tokens and size of the group."""
+
     def step(iterator, model):
-        batch = next(iterator)
-        mine = cp_ring.megatron.split_batch(batch)
-        losses = model(
-            mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
-            loss_mask=mine["loss_mask"], packed_seq_params=mine["packed_seq_params"],
-        )  # fmt: skip
+        tokens, labels, mask, ids, packed = read(iterator)
+        named = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed}
 
         def loss(losses):
-            total = (losses * mine["loss_mask"]).sum()
-            count = mine["loss_mask"].sum()
-            done.append((total.detach(), count, int(batch.get("local_cp_size", 1))))
+            total, count = (losses * mask).sum(), mask.sum()
+            done.append((total.detach(), count, packed.cp_group and packed.cp_group.size()))
             return total, count.int(), {}
 
-        return losses, loss
+        return model(tokens, ids, None, **named), loss
 
     return step
 
@@ -159,7 +162,7 @@ def scheduled(group, cp, fault=False):
     """
     from cp_ring.observe.counters import record
 
-    documents = microbatches(True, step=((1, tuple((n,) for n in LENGTHS)),))
+    documents = microbatches(True, step=ALONE)
     done, common = [], {"hybrid": cp > 1, "packed": True, "debug": True}
     with planted(fault), program(cp, **common), record() as counted:
         from megatron.core import parallel_state
@@ -205,21 +208,11 @@ def dynamic(group, fault=False):
     def thd_part(offsets, tokens, cp, rank):  # as TransformerEngine's
         return torch.from_numpy(by_document(offsets.numpy(), cp).positions(rank))
 
-    def step(iterator, model):
+    def read(iterator):
         batch = data_schedule.get_batch_on_this_rank_for_sequence_packing(iterator, dynamic_cp=True)
-        tokens, labels, loss_mask, _, position_ids, packed, _ = batch
-        losses = model(
-            tokens, position_ids, None, labels=labels, loss_mask=loss_mask, packed_seq_params=packed
-        )
+        return [*batch[:3], *batch[4:6]]
 
-        def loss(losses):
-            total, count = (losses * loss_mask).sum(), loss_mask.sum()
-            done.append((total.detach(), count, packed.local_cp_size))
-            return total, count.int(), {}
-
-        return losses, loss
-
-    done, documents = [], microbatches(True, step=((1, tuple((n,) for n in LENGTHS)),))
+    done, documents = [], microbatches(True, step=ALONE)
     data_schedule_utils.get_thd_partitioned_indices = thd_part
     by_document = Layout.per_document_zigzag
     for batch in documents:
@@ -234,15 +227,12 @@ def dynamic(group, fault=False):
     ):
         _of_offsets.cache_clear()
         model = build(4, "window")
-        asked = {
-            "sequence_packing_scheduler": "default_dynamic_cp",
-            "min_dynamic_context_parallel_size": 1, "max_seqlen_per_dp_cp_rank": 16,
-        }  # fmt: skip
         config = copy.copy(model.config)
-        vars(config).update(asked)
+        config.sequence_packing_scheduler = "default_dynamic_cp"
+        config.min_dynamic_context_parallel_size, config.max_seqlen_per_dp_cp_rank = 1, 16
         data, count, *_ = data_schedule.wrap_data_iterator(iter([documents]), config, 1)
         forward_backward_no_pipelining(
-            forward_step_func=step, data_iterator=data, model=model, num_microbatches=count,
+            forward_step_func=step_into(done, read), data_iterator=data, model=model, num_microbatches=count,
             seq_length=LONGEST, micro_batch_size=1,
         )  # fmt: skip
         _of_offsets.cache_clear()
@@ -313,7 +303,7 @@ def lines(group):
     """On a rank: with what each wrong microbatch or model ends."""
     import cp_ring.megatron
     from cp_ring.megatron import settings as in_force
-    from cp_ring.megatron.adapter.documents import ALONE
+    from cp_ring.megatron.adapter import documents
 
     def run(batch, thd=True, patched=True, **more):
         mine = cp_ring.megatron.split_batch(batch)
@@ -342,7 +332,7 @@ def lines(group):
         return [
             *found,
             said(run, batch),
-            said(cp_ring.megatron.adapter.documents.group_of_microbatch, packed, ALONE),
+            said(documents.group_of_microbatch, packed, documents.ALONE),
         ]
 
 

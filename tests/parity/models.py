@@ -249,17 +249,34 @@ def _one_ring():
         tolerance=1e-6)  # fmt: skip
     rows, merged = "--max-position-embeddings 256 --cp-ring-document-mask", "documents merged"
     yield make("one_ring", f"{UNTIED} {rows}", "boundary shifted by one")
-    yield make("one_ring_windows", f"{UNTIED} {rows} --window-size 11,0 --window-attn-skip-freq 2", merged)
+    yield make(
+        "one_ring_windows", f"{UNTIED} {rows} --window-size 11,0 --window-attn-skip-freq 2", merged
+    )
     # Megatron's aux_loss is of a microbatch, whose tokens are others here; it weighs global_aux_loss
     # by the tokens of tensor- and context-parallel ranks alone, which are twice as many here
-    yield make("one_ring_moe", f"{EXPERTS} {rows} --moe-router-load-balancing-type global_aux_loss", merged,
-        baseline="--moe-aux-loss-coeff 2e-2")
+    yield make(
+        "one_ring_moe",
+        f"{EXPERTS} {rows} --moe-router-load-balancing-type global_aux_loss",
+        merged,
+        baseline="--moe-aux-loss-coeff 2e-2",
+    )
     # it weighs predictions of a microbatch by numbers of its tokens; at cp 1 with these: 7e-8
-    yield make("one_ring_mtp", f"{UNTIED} {rows} --mtp-num-layers 1", "roll across documents",
-        tolerance=1e-4)
+    yield make(
+        "one_ring_mtp",
+        f"{UNTIED} {rows} --mtp-num-layers 1",
+        "roll across documents",
+        tolerance=1e-4,
+    )
     latent = make(name="one_ring_latent", flags=f"{LATENT} {rows}", fault="weight gradient twice")
-    yield replace(latent, ring=f"{latent.ring} {LATENT_WIRE}", baseline=LATENT_WIRE, rejected=LATENTS_ALONE)
-    sft = make("one_ring_sft", f"{SFT} --cp-ring-pack fill --max-position-embeddings 512", "boundary shifted by one", sequence=256)
+    yield replace(
+        latent, ring=f"{latent.ring} {LATENT_WIRE}", baseline=LATENT_WIRE, rejected=LATENTS_ALONE
+    )
+    sft = make(
+        "one_ring_sft",
+        f"{SFT} --cp-ring-pack fill --max-position-embeddings 512",
+        "boundary shifted by one",
+        sequence=256,
+    )
     yield replace(sft, ring=sft.ring.replace("128", "512"), data="joined sft")
 
 
