@@ -50,7 +50,7 @@ trap summary EXIT
 # compat FOLDER: with the megatron of FOLDER.
 compat() {
     PYTHONPATH="$1" "$VENV/bin/python" -m pytest -m compat tests/megatron/test_program.py tests/megatron/test_versions.py \
-        tests/megatron/test_moe_overlap.py tests/patches/test_patches.py
+        tests/megatron/test_moe_overlap.py tests/megatron/test_dynamic_groups.py tests/patches/test_patches.py
 }
 
 # helpers CHECKOUT: builds those of its data sets with the pybind11 of torch, as Megatron does at its start with one that is installed.

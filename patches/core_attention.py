@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,10 +40,6 @@ def _replacements() -> Iterator[Replacement]:
     yield VisionModule, "__init__", _of_whole_images(VisionModule.__init__)
     yield TransformerConfig, "__post_init__", _with_any_type(TransformerConfig.__post_init__)
     yield AbsorbedMLASelfAttention, "__init__", _with_all_gather(AbsorbedMLASelfAttention.__init__)
-    if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
-        from megatron.core.ssm.gated_delta_product import GatedDeltaProductMixer
-
-        yield GatedDeltaProductMixer, "__init__", _rejected
 
 
 @around
@@ -77,10 +71,6 @@ def _with_any_type(check: Function, config: Any) -> None:
         kinds = ["all_gather"] * len(kinds) if isinstance(kinds, list) else "all_gather"
     with replaced((config, "cp_comm_type", kinds)):
         check(config)
-
-
-def _rejected(*args: Any, **kwargs: Any) -> None:
-    raise ConfigError("--cp-ring does not support gated delta product layers: give another --spec")
 
 
 @around
@@ -152,7 +142,7 @@ def _collate_masks() -> None:
 PATCH = Patch(
     what="builds RingDotProductAttention where an attention layer would build DotProductAttention "
     "or TEDotProductAttention; rejects caches of keys at context parallel size 2 and more, "
-    "gated delta product layers, and image encoders that have a context parallel size; a "
+    "and image encoders that have a context parallel size; a "
     "microbatch on a group of ranks of its own has the rotary positions of that group",
     why="one flag gives ring attention to every kind of model, without a layer specification for "
     "each; Megatron splits the rotary embeddings of packed documents over all "

@@ -43,7 +43,7 @@ def split_packed(
         )
     group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
     edges = offsets.detach().cpu().reshape(-1).to(torch.int64).numpy()
-    layout = packed_layout(edges, group.size(), in_force())
+    layout = packed_layout(edges.tobytes(), group.size(), in_force().split)
     held = {name: batch[name] for name in _TENSORS if batch.get(name) is not None}
     return batch | {name: layout.shard(tensor, group.rank(), 1) for name, tensor in held.items()}
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
+from pkgutil import resolve_name
 from typing import Any
 
 from cp_ring.megatron.adapter.asked import Asked
@@ -31,15 +33,17 @@ def _replacements() -> Iterator[Replacement]:
 
     from cp_ring.megatron.adapter import recurrent
 
-    package: Any = recurrent.gated_delta_nets
-    kinds = {
-        recurrent.mamba_mixer.MambaMixer: recurrent.mamba,
-        package.GatedDeltaNet: recurrent.gated_delta_net,
-        getattr(package, "GatedDeltaNet2", None): recurrent.gated_delta_net,
-    }
-    for layer, train in kinds.items():
-        if layer is not None:
-            yield layer, "__init__", recurrent.built(_without_type(layer.__init__))
+    kinds = (
+        ("mamba_mixer.MambaMixer", "M", recurrent.mamba),
+        ("gated_delta_product.GatedDeltaProductMixer", "M", recurrent.gated_delta_product),
+        ("gated_delta_net.GatedDeltaNet", "G", recurrent.gated_delta_net),
+        ("gated_delta_net.GatedDeltaNet2", "G", recurrent.gated_delta_net),
+        ("gated_delta_net.KimiDeltaAttention", "K", recurrent.kimi_delta_attention),
+    )
+    for name, letter, train in kinds:
+        with suppress(ImportError, AttributeError):  # versions differ
+            layer = resolve_name(f"megatron.core.ssm.{name}")
+            yield layer, "__init__", recurrent.built_as(letter)(_without_type(layer.__init__))
             yield layer, "forward", recurrent.training_by(train)(layer.forward)
     yield TransformerConfig, "__post_init__", _of_any_heads(TransformerConfig.__post_init__)
     layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)

@@ -20,6 +20,17 @@ SIGNATURES = {
         "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, "
         "cp_context=None"
     ),
+    "chunk_gated_delta_product": (
+        "q, k, v, g, beta, num_householder, scale=None, initial_state=None, "
+        "output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
+        "cu_seqlens_cpu=None, cp_context=None"
+    ),
+    "chunk_kda": (
+        f"q, k, v, g, beta, {_CHUNKED}use_gate_in_kernel=False, A_log=None, dt_bias=None, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, "
+        "lower_bound=None, disable_recompute=False, return_intermediate_states=False, "
+        "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None"
+    ),
     "chunk_gdn2": (
         f"q, k, v, g, b, w, {_CHUNKED}use_gate_in_kernel=False, cu_seqlens=None, "
         "cu_seqlens_cpu=None, safe_gate=False, lower_bound=None, disable_recompute=False, "
@@ -43,8 +54,8 @@ SIGNATURES = {
     ),
 }
 """Parameters of the real kernels of fla-core 0.6.0 (ops/gated_delta_rule/chunk.py, ops/gdn2/chunk.py,
-modules/causal_conv1d/ops.py) and mamba_ssm 2.3.2.post1 (ops/triton/ssd_combined.py), without those
-that take whatever other name.
+ops/gated_delta_product/chunk.py, ops/kda/chunk.py, modules/causal_conv1d/ops.py)
+and mamba_ssm 2.3.2.post1 (ops/triton/ssd_combined.py), without those that take whatever other name.
 """
 
 
@@ -198,3 +209,22 @@ def delta_rule(
         if i + 1 == ends[len(finals)]:
             finals.append(state)
     return torch.stack(outs, 1), torch.cat(finals) if output_final_state else None
+
+
+@_called_as("chunk_gated_delta_product")
+def delta_product(q, k, v, *, g, beta, num_householder, **named):
+    """As `fla.ops.gated_delta_product.chunk_gated_delta_product`: the rules of a token lie one after
+    another, k and v [b, n * rules, heads, d].
+    """
+    k, v, beta = (x.unflatten(1, (-1, num_householder)) for x in (k, v, beta))
+    return delta_rule(q, k, v, g=g, beta=beta, **named)
+
+
+@_called_as("chunk_kda")
+def kimi_rule(q, k, v, *, g, beta, A_log, dt_bias, use_gate_in_kernel, lower_bound, **named):
+    """As `fla.ops.kda.chunk_kda`, which makes the decay of each channel of g."""
+    assert use_gate_in_kernel
+    raw, rate = g + dt_bias.view(g.shape[2:]), A_log.exp()[:, None]
+    g = -rate * F.softplus(raw) if lower_bound is None else lower_bound * (rate * raw).sigmoid()
+    named.pop("safe_gate")
+    return delta_rule(q, k, v, g=g, beta=beta, **named)

@@ -173,14 +173,18 @@ def group_of_size(size: int, cp_group: Any) -> Any:
     (dynamic context parallelism): `cp_group`, this rank alone, or a group of Megatron's.
 
     Megatron makes groups of 2, 4, 8, ... of the data- and context-parallel ranks, once, for
-    `initialize_model_parallel(hybrid_context_parallel=True)`. Raises `ConfigError` for others.
+    `initialize_model_parallel(hybrid_context_parallel=True)`, which its branch dev calls
+    `dynamic_context_parallel`. Raises `ConfigError` for others.
     """
     from megatron.core import parallel_state
 
-    if size in (1, cp_group.size()):
-        return cp_group if size == cp_group.size() else ALONE
+    if size == cp_group.size():
+        return cp_group
+    if size == 1:
+        return ALONE
+    find = getattr(parallel_state, "get_hybrid_data_context_parallel_groups", None)
     try:
-        return parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+        return (find or parallel_state.get_dynamic_data_context_parallel_groups)(group_size=size)
     except (AssertionError, KeyError):
         raise ConfigError(
             f"{SIZE} {size}: there is no such group: give a power of two, and "

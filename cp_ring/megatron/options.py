@@ -112,8 +112,9 @@ class Options(Settings, CallSettings):
     recurrent: str = setting(
         "auto",
         "Recurrent layers exchange heads or states among context-parallel ranks; auto takes "
-        "states where heads do not divide, else what is predicted to be faster.",
-        choices=("heads", "states", "auto"),
+        "states where heads do not divide, else what is predicted to be faster; a letter: only "
+        "these layers take states.",
+        choices=("heads", "states", "auto", "M", "G", "K"),
     )
     recompute: str = setting(
         "keep",

@@ -142,17 +142,7 @@ def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str
             f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} "
             "needs --cp-ring"
         )
-    known = (
-        "num_experts",
-        "moe_grouped_gemm",
-        "qk_layernorm",
-        "multi_latent_attention",
-        "qk_l2_norm",
-        "normalization",
-    )
-    return compat.known_arguments(
-        provider, {name: getattr(args, name) for name in known if hasattr(args, name)}
-    )
+    return compat.known_arguments(provider, vars(args))
 
 
 gpt_local = LayerOfFlags(gpt_layer_specs.get_gpt_layer_local_spec)

@@ -403,12 +403,14 @@ def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> tuple
     them takes in forward and backward: messages, and the second pass of states.
     """
     scans = exchanges = 0.0
-    near = max(1, setup.ranks_per_node // sizes.tp)
+    near = setup.ranks_per_node // sizes.tp or 1
     for each, count in setup.model.recurrent:
         mixer = each.of_rank(sizes.tp)
         heads, states = mixer.seconds(tokens, sizes.cp, near, setup.rates)
-        ways = {"heads": heads, "states": states, "auto": min(heads, states)}
-        shared = states if mixer.units % sizes.cp else ways[setup.model.shared]
+        ways = {"heads": heads, "states": states}
+        shared = (
+            states if mixer.units % sizes.cp else ways.get(setup.model.shared, min(heads, states))
+        )
         scans += count * mixer.scan_seconds(tokens, setup.rates)
         exchanges += count * shared if sizes.cp > 1 else 0.0
     return scans, exchanges

@@ -38,7 +38,7 @@ EXAMPLES = {
 --window-size 16,0 --window-attn-skip-freq 0
 --hybrid-context-parallel
 --cp-partition-mode contiguous
---experimental-attention-variant kda
+--experimental-attention-variant dsv4_hybrid
 --mtp-hsm
 --use-megatron-fsdp --megatron-fsdp-version 2
 --batch-invariant-mode
@@ -94,7 +94,9 @@ ADVICE = {
 OF_OTHER_VERSIONS = {
     "--dynamic-context-parallel": {"dynamic_context_parallel": True},
     "--cp-partition-mode contiguous": {"cp_partition_mode": "contiguous"},
-    "--experimental-attention-variant kda": {"experimental_attention_variant": "kda"},
+    "--experimental-attention-variant dsv4_hybrid": {
+        "experimental_attention_variant": "dsv4_hybrid"
+    },
     "--mtp-hsm": {"mtp_hsm": True},
     "--megatron-fsdp-version 2": {"megatron_fsdp_version": 2},
     "--cuda-graph-impl full_iteration": {"cuda_graph_impl": "full_iteration"},

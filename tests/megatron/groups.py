@@ -31,13 +31,15 @@ def program(cp, hybrid=False, tp=1, **settings):
     from cp_ring import patches
     from cp_ring.megatron import program
     from cp_ring.megatron import settings as in_force
+    from cp_ring.megatron.adapter.compat import known_arguments
 
     kept, before = (*distributed_c10d._world.pg_map,), in_force.current()
     cp_ring.megatron.enable(cpu=True, certify="off", **settings)
     try:
         from megatron.core import parallel_state, tensor_parallel
 
-        more = {"hybrid_context_parallel": True} if hybrid else {}
+        names = {"hybrid_context_parallel": hybrid, "dynamic_context_parallel": hybrid}  # of dev
+        more = known_arguments(parallel_state.initialize_model_parallel, names)
         parallel_state.initialize_model_parallel(tp, context_parallel_size=cp, **more)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield

@@ -2,6 +2,8 @@
 against one rank.
 """
 
+import copy
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cp_ring import Layout
+from cp_ring.megatron import compat
 from tests.megatron.groups import program
+from tests.parity import faults
 from tests.rings import said
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -60,10 +65,14 @@ def build(cp, kind="", seed=3, groups=None, **more):
     )  # fmt: skip
 
 
-def microbatches(all_of_them, rank=0):
+LENGTHS = 64, 48, 32, 24, 20, 16, 13, 9, 7  # of documents that a schedule deals to groups
+ALONE = ((1, tuple((n,) for n in LENGTHS)),)
+
+
+def microbatches(all_of_them, rank=0, step=STEP):
     """Those of a rank of four, or of one rank that has all of them."""
     random, found = torch.Generator().manual_seed(9), []
-    for size, groups in STEP:
+    for size, groups in step:
         for index, lengths in enumerate(groups):
             tokens = torch.randint(VOCAB, (1, sum(lengths) + 1), generator=random)
             batch = {
@@ -80,9 +89,9 @@ def microbatches(all_of_them, rank=0):
     return found
 
 
-def gradients(group, kind, cp, fault=False, **settings):
-    """On a rank: the loss of a step, and the gradients of all parameters."""
-    import cp_ring.megatron
+@contextmanager
+def planted(fault):
+    """With `fault`, ranks take the positions of the first one of their group."""
     from cp_ring.megatron.adapter import documents
 
     def first_of_its_group(packed, group):
@@ -91,29 +100,180 @@ def gradients(group, kind, cp, fault=False, **settings):
     right = documents.group_of_microbatch  # of the patches alone; attention has imported its own
     documents.group_of_microbatch = first_of_its_group if fault else right
     try:
-        with program(cp, hybrid=cp > 1, packed=True, **settings):
-            model, total, count = build(cp, kind), torch.zeros(()), torch.zeros(())
-            for batch in microbatches(cp == 1, dist.get_rank()):
-                mine = cp_ring.megatron.split_batch(batch)
-                losses = model(
-                    mine["tokens"], mine["position_ids"], None, labels=mine["labels"],
-                    loss_mask=mine["loss_mask"], packed_seq_params=mine["packed_seq_params"],
-                )  # fmt: skip
-                loss = (losses * mine["loss_mask"]).sum()
-                loss.backward()
-                total, count = total + loss.detach(), count + mine["loss_mask"].sum()
-            found = [total, *(parameter.grad for parameter in model.parameters())]
-            if cp > 1:
-                for x in (count, *found):
-                    dist.all_reduce(x)
-            return [x / count for x in found]
+        yield
     finally:
         documents.group_of_microbatch = right
+
+
+def split(iterator):
+    import cp_ring.megatron
+
+    mine = cp_ring.megatron.split_batch(next(iterator))
+    names = "tokens", "labels", "loss_mask", "position_ids", "packed_seq_params"
+    return [mine[name] for name in names]
+
+
+def step_into(done, read=split):
+    """A program's forward step for a loop of Megatron's; notes loss, tokens and size of the group."""
+
+    def step(iterator, model):
+        tokens, labels, mask, ids, packed = read(iterator)
+        named = {"labels": labels, "loss_mask": mask, "packed_seq_params": packed}
+
+        def loss(losses):
+            total, count = (losses * mask).sum(), mask.sum()
+            done.append((total.detach(), count, packed.cp_group and packed.cp_group.size()))
+            return total, count.int(), {}
+
+        return model(tokens, ids, None, **named), loss
+
+    return step
+
+
+def gradients(group, kind, cp, fault=False, **settings):
+    """On a rank: the loss of a step, and the gradients of all parameters."""
+    done = []
+    with planted(fault), program(cp, hybrid=cp > 1, packed=True, **settings):
+        model, step = build(cp, kind), step_into(done)
+        for batch in microbatches(cp == 1, dist.get_rank()):
+            losses, loss = step(iter([batch]), model)
+            loss(losses)[0].backward()
+        return of_all_ranks(done, model)
+
+
+def of_all_ranks(done, model):
+    """The loss and the gradients of a step per token."""
+    count = sum(count for _, count, _ in done)
+    found = [sum(total for total, *_ in done), *(x.grad for x in model.parameters())]
+    if model.config.context_parallel_size > 1:
+        for x in (count, *found):
+            dist.all_reduce(x)
+    return [x / count for x in found]
 
 
 def difference(found, wanted):
     largest = max(float(x.norm()) for x in wanted)
     return max(float((x - y).norm()) for x, y in zip(found, wanted, strict=True)) / largest
+
+
+def scheduled(group, cp, fault=False):
+    """On a rank: loss and gradients of one step, by Megatron's own loop over groups of ranks, whose
+    schedule gives each document as few as hold it; the sizes of these groups, and what was sent.
+    """
+    from cp_ring.observe.counters import record
+
+    documents = microbatches(True, step=ALONE)
+    done, common = [], {"hybrid": cp > 1, "packed": True, "debug": True}
+    with planted(fault), program(cp, **common), record() as counted:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import hybrid_cp_schedule as schedule
+
+        model = build(cp, "window")
+        step = step_into(done)
+        if cp == 1:
+            for batch in documents:
+                losses, loss = step(iter([batch]), model)
+                loss(losses)[0].backward()
+        else:
+            ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            scheduler = schedule.BalancedCPScheduler(16, ranks)
+            _, dealt = scheduler.get_groups_and_subsamples([*enumerate(LENGTHS)], model.config)
+            schedule.hybrid_context_parallel_forward_backward(
+                step, iter([(documents, dealt)]), model, len(documents), None, None, [], model.config, False,
+                None, False, nullcontext, torch.zeros((), dtype=torch.int),
+                lambda *_: False, None,
+            )  # fmt: skip
+        return of_all_ranks(done, model), {size for *_, size in done}, counted.bytes_by_kind
+
+
+@pytest.mark.compat
+def test_megatrons_own_schedule_of_groups_is_one_rank(pool):
+    if compat.within("<0.19"):
+        pytest.skip("this version's loop calls its backward_step with one argument too many")
+    wanted = pool.run(scheduled, 4, 1)[0][0]
+    for found, sizes, sent in pool.run(scheduled, 4, 4):
+        assert difference(found, wanted) < 1e-5
+        assert sizes == {1, 2, 4} and {*sent} == {"keys", "gradients"}
+
+
+def dynamic(group, fault=False):
+    """On a rank: the same by the schedule and the batches of Megatron's branch dev, whose microbatches
+    hold several documents of a group, in Megatron's usual loop.
+    """
+    from megatron.core.datasets import data_schedule, data_schedule_utils
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    from cp_ring.megatron.adapter.documents import _of_offsets
+
+    def thd_part(offsets, tokens, cp, rank):  # as TransformerEngine's
+        return torch.from_numpy(by_document(offsets.numpy(), cp).positions(rank))
+
+    def read(iterator):
+        batch = data_schedule.get_batch_on_this_rank_for_sequence_packing(iterator, dynamic_cp=True)
+        return [*batch[:3], *batch[4:6]]
+
+    done, documents = [], microbatches(True, step=ALONE)
+    data_schedule_utils.get_thd_partitioned_indices = thd_part
+    by_document = Layout.per_document_zigzag
+    for batch in documents:
+        n = batch["tokens"].shape[1]
+        for name in ("tokens", "labels", "position_ids", "loss_mask"):
+            batch[name] = torch.nn.functional.pad(batch[name], (0, -n % 8))
+        batch["original_seq_len"], batch["padded_seq_len"] = torch.tensor([[n], [n + -n % 8]])
+        del batch["cu_seqlens"]
+    with (
+        program(4, hybrid=True, packed=True, debug=True),
+        faults.planted("packed documents in order" if fault else ""),
+    ):
+        _of_offsets.cache_clear()
+        model = build(4, "window")
+        config = copy.copy(model.config)
+        config.sequence_packing_scheduler = "default_dynamic_cp"
+        config.min_dynamic_context_parallel_size, config.max_seqlen_per_dp_cp_rank = 1, 16
+        data, count, *_ = data_schedule.wrap_data_iterator(iter([documents]), config, 1)
+        forward_backward_no_pipelining(
+            forward_step_func=step_into(done, read), data_iterator=data, model=model, num_microbatches=count,
+            seq_length=LONGEST, micro_batch_size=1,
+        )  # fmt: skip
+        _of_offsets.cache_clear()
+        return of_all_ranks(done, model), {size for *_, size in done}
+
+
+@pytest.mark.compat
+def test_the_dynamic_schedule_of_megatrons_branch_dev_is_one_rank(pool):
+    module = pytest.importorskip("megatron.core.datasets.data_schedule")
+    if not hasattr(module, "DefaultDynamicCPScheduler"):
+        pytest.skip("it is in Megatron's branch dev")
+    wanted = pool.run(scheduled, 4, 1)[0][0]
+    for found, sizes in pool.run(dynamic, 4):
+        assert difference(found, wanted) < 1e-5
+        assert len(sizes) > 1
+    assert difference(pool.run(dynamic, 4, fault=True)[0][0], wanted) > 1e-3
+
+
+def differing(group):
+    """On a rank: with what a microbatch on ranks 0 and 1, and one on ranks 2 and 3, end if rank 1 has
+    other tokens, and if it has another window.
+    """
+    import cp_ring.megatron
+
+    with program(4, hybrid=True, packed=True, debug=True):
+        first, rank = microbatches(True)[1] | {"local_cp_size": 2}, dist.get_rank()
+        other = first | {"tokens": first["tokens"] + (rank == 1)}
+        found = [said(cp_ring.megatron.split_batch, other)]
+        mine = cp_ring.megatron.split_batch(first)
+        model = build(4, "window", window_size=(9 - (rank == 1), 0))
+        packed = mine["packed_seq_params"]
+        given = mine["tokens"], mine["position_ids"], None
+        return [*found, said(model, *given, packed_seq_params=packed)]
+
+
+@pytest.mark.compat
+def test_ranks_compare_batches_and_plans_inside_of_each_group(pool):
+    found = pool.run(differing, 4)
+    for batch, plan in found[:2]:
+        assert "tokens of rank 0 and of rank 1 differ" in batch and "360 pairs> on rank 1" in plan
+    assert found[2:] == [["", ""]] * 2
 
 
 @pytest.mark.parametrize(
@@ -135,13 +295,15 @@ def test_groups_of_every_size_in_one_step_are_one_rank(pool, kind, settings):
 def test_positions_of_another_rank_are_seen(pool):
     wanted = pool.run(gradients, 4, "window", 1)[0]
     assert difference(pool.run(gradients, 4, "window", 4, fault=True)[0], wanted) > 1e-3
+    wanted = pool.run(scheduled, 4, 1)[0][0]
+    assert difference(pool.run(scheduled, 4, 4, fault=True)[0][0], wanted) > 1e-3
 
 
 def lines(group):
     """On a rank: with what each wrong microbatch or model ends."""
     import cp_ring.megatron
     from cp_ring.megatron import settings as in_force
-    from cp_ring.megatron.adapter.documents import ALONE
+    from cp_ring.megatron.adapter import documents
 
     def run(batch, thd=True, patched=True, **more):
         mine = cp_ring.megatron.split_batch(batch)
@@ -170,7 +332,7 @@ def lines(group):
         return [
             *found,
             said(run, batch),
-            said(cp_ring.megatron.adapter.documents.group_of_microbatch, packed, ALONE),
+            said(documents.group_of_microbatch, packed, documents.ALONE),
         ]
 
 

@@ -79,12 +79,11 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
 
 
 def test_states_restart_at_documents_and_padding_and_fork_at_branches():
-    from cp_ring.megatron.adapter import recurrent
     from cp_ring.megatron.adapter.documents import Documents, thd_params
     from cp_ring.megatron.data.masks import DeclaredMask
 
     def starts(carried):
-        return [x.tolist() for x in recurrent._starts(carried)]
+        return [x.tolist() for x in carried.starts()]
 
     padded = Documents.in_thd(thd_params(torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8])), 4, 2)
     assert starts(padded) == [[0, 3, 4, 6], [-1] * 4]
@@ -120,3 +119,38 @@ def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
         argparse.Namespace(**{**SIZES, "context_parallel_size": 48}, num_layers=4, **model)
     )
     assert choose(asked) == "states"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "way"),
+    [({}, "heads"), ({"mamba_num_groups": 4}, "M"), ({"linear_num_key_heads": 4}, "G"),
+     ({"mamba_num_groups": 4, "linear_num_key_heads": 4}, "states")],
+)  # fmt: skip
+def test_kinds_of_layers_take_states_each_where_their_heads_do_not_divide(sizes, way):
+    from cp_ring.megatron.adapter.asked import Asked
+    from cp_ring.megatron.flags.recurrent_choice import choose, rejection
+    from cp_ring.megatron.options import Options
+
+    few = {**SIZES, "seq_length": 64, "hybrid_layer_pattern": "M*G-"}
+    asked = Asked(argparse.Namespace(**few, **sizes))
+    assert choose(asked) == way
+    asked = Asked(argparse.Namespace(**few, mamba_num_groups=4, linear_num_key_heads=4))
+    said = rejection(asked, Options.make(recurrent=way)) or ""
+    assert ("among 8 ranks: leave out --cp-ring-recurrent " + way in said) is (way != "states")
+
+
+def test_a_gated_delta_product_has_larger_states_than_mamba():
+    from cp_ring.megatron.adapter.asked import Asked
+    from cp_ring.megatron.flags.recurrent_choice import mixers
+
+    product = {"spec": ["a.module", "gated_delta_product_stack_spec"], "gdp_num_householder": 2}
+    sizes = [
+        dict(mixers(Asked(argparse.Namespace(**SIZES, **NANO, **more))))["M"]
+        for more in ({}, product)
+    ]
+    assert [each.map_bytes for each in sizes] == [
+        64 * (64 * 128 + 1) * 4,
+        64 * 128 * (64 + 128) * 4,
+    ]
+    # the values of two rules, and outputs; keys of both and queries; strengths of both, and decay
+    assert sizes[1].channels == 3 * 64 * 64 + 3 * 8 * 128 + 3 * 64

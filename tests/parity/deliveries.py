@@ -14,6 +14,8 @@ from cp_ring import Mask
 # every padded sequence is a multiple of this, so that it splits at any context-parallel size up to
 # 8
 PADDED = 16
+JOINED = "joined "
+"""Before a kind of microbatches: the batch rows of each are one row."""
 
 
 @contextlib.contextmanager
@@ -35,6 +37,16 @@ def delivered(how):
 
     from cp_ring import pretrain_gpt
     from cp_ring.megatron import gpt
+
+    if how.startswith(JOINED):
+        config, read = gpt.dataset_config, gpt._read_and_broadcast
+        with (
+            delivered(how.removeprefix(JOINED)),
+            patch.object(gpt, "dataset_config", functools.partial(_of_short_rows, config)),
+            patch.object(gpt, "_read_and_broadcast", functools.partial(_joined, read)),
+        ):
+            yield
+        return
 
     if how.startswith("sections"):
         with (
@@ -122,6 +134,18 @@ def _in_sections(read, data_iterator, *names):
         [torch.where(inside, torch.as_tensor(each), text) for each in sections], 1
     )
     return read(iter([batch]), *names)
+
+
+def _of_short_rows(config, args):
+    made = config(args)
+    made.sequence_length //= args.micro_batch_size
+    return made
+
+
+def _joined(read, data_iterator, *names):
+    """All documents of a microbatch in one row, where they were in several shorter ones."""
+    batch = read(data_iterator, *names)
+    return {name: x if name == "cu_seqlens" else x.reshape(1, -1) for name, x in batch.items()}
 
 
 def _uneven(next_batch, data_iterator):

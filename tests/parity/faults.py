@@ -227,8 +227,12 @@ FAULTS = {
     "state in the order of another layout": at(
         "cp_ring.megatron.adapter.recurrent.documents_of", _in_another_layout
     ),
-    "state across documents": at("cp_ring.megatron.adapter.recurrent._starts", _across_documents),
-    "state begins anew too late": at("cp_ring.megatron.adapter.recurrent._starts", _anew_too_late),
+    "state across documents": at(
+        "cp_ring.megatron.adapter.microbatch_mask.MicrobatchMask.starts", _across_documents
+    ),
+    "state begins anew too late": at(
+        "cp_ring.megatron.adapter.microbatch_mask.MicrobatchMask.starts", _anew_too_late
+    ),
     "positions of zigzag": at(
         "cp_ring.megatron.adapter.documents.Documents.positions", _positions_of_zigzag
     ),

@@ -5,6 +5,8 @@ A baseline has context and tensor parallel size 1, no data parallelism and no pi
 Pipeline stages change how weights are drawn, and in some models tensor parallelism does: such a
 cell and its baseline both begin with the weights of a third job's checkpoint. FSDP cannot, so that
 its baseline then has the tensor parallel size of the cell.
+
+A model may name another split of as many ranks in place of all this, with the same tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from tests.megatron import conversations, documents
 from tests.megatron.launch import attempt
+from tests.parity.deliveries import JOINED
 from tests.parity.models import COMMON, MODELS, SPLITS, Model, Split
 
 
@@ -84,6 +87,12 @@ class Cell:
     def baseline(self):
         """The same model at context parallel size 1 without pipeline stages."""
         model, start = self.model, self._start()
+        if model.against:
+            (split,) = (each for each in SPLITS if each.name == model.against)
+            data = model.data.removeprefix(JOINED)
+            other = dataclasses.replace(model, ring=model.baseline, data=data)
+            job = Cell(other, split).job()
+            return dataclasses.replace(job, name=f"{model.name}-against-{split.name}")
         same_tp = (self._redrawn and not start) or model.differs_by_tp
         tp = self.split.tp if same_tp else 1
         flags = (*self._flags(tp, 1), *model.baseline.split())
@@ -188,8 +197,10 @@ def verdict(cell, outcomes):
 def compare(cell, ours, theirs):
     """The errors of a job of a cell against its baseline."""
     steps = 1 if cell.model.resumes else 3
-    losses = [*ours.losses, *ours.validation]
-    expected = [*theirs.losses[-steps:], *theirs.validation[-len(ours.validation) :]]
+    # of conversations, Megatron's validation pass averages the means of microbatches
+    passes = 0 if cell.model.against and cell.model.data.endswith("sft") else len(ours.validation)
+    losses = [*ours.losses, *ours.validation[:passes]]
+    expected = [*theirs.losses[-steps:], *theirs.validation[len(theirs.validation) - passes :]]
     if not len(theirs.losses) == len(theirs.grad_norms) == 3 or not theirs.validation:
         return Verdict(
             cell, failed=f"the baseline did not train 3 steps with a validation pass: {theirs}"
@@ -215,6 +226,7 @@ def _error(ours, theirs):
 
 def common(data, folder):
     """The flags of every job on such data; the files of "sft" and "corpus" are written to `folder`."""
+    data = data.removeprefix(JOINED)
     if data not in FILES:
         return COMMON
     mocked = {"--tokenizer-type": 2, "--vocab-size": 2, "--mock-data": 1, "--split": 2}
@@ -266,7 +278,8 @@ def run(wanted, folder=None, tell=lambda line: None):
         for name, job in jobs.items():
             begun = time.monotonic()
             flags = common(job.data, where)
-            mocked = "" if job.data in FILES else job.data
+            kind = job.data.removeprefix(JOINED)
+            mocked = job.data.removesuffix(kind) if kind in FILES else job.data
             outcomes[name] = attempt(
                 job.ranks, name, job.argv(where), where, flags, job.fault, mocked
             )

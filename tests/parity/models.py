@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SCRIPT = str(Path(__file__).parents[1] / "megatron" / "packing_script.py")
@@ -46,6 +46,21 @@ MAMBA = f"""
 DELTA_NET = f"""
     {UNTIED} --hybrid-layer-pattern G*G- --spec tests.parity.recurrent hybrid
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
+    --init-method-std 0.02
+"""
+# with Megatron's 1e-8, Adam makes whole steps of rounding noise: 1.3e-6 with two stages
+PRODUCT = MAMBA.replace(
+    "parity.recurrent hybrid",
+    "parity.recurrent gated_delta_product_stack_spec --mamba-num-heads 8 --adam-eps 1e-5",
+)
+BOTH = f"""
+    {MAMBA.replace("M*M-", "M*G-")} --linear-key-head-dim 8 --linear-value-head-dim 16
+    --linear-num-key-heads 4 --linear-num-value-heads 8
+"""
+KIMI = f"""
+    {UNTIED} --experimental-attention-variant kda --linear-attention-freq 2 --adam-eps 1e-5
+    --spec tests.parity.recurrent linear_attention --sequence-parallel --apply-layernorm-1p
+    --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 8 --linear-num-value-heads 8
     --init-method-std 0.02
 """
 QWEN = f"""
@@ -95,6 +110,7 @@ class Model:
         sequence: tokens of a sequence.
         tolerance: largest relative error of a loss or a gradient norm; of a model in bfloat16 one
         rounding step of that format.
+        against: the split of the baseline, which then has as many ranks; "" for one rank.
         resumes: the split whose checkpoint of step 2 it resumes from; "" if it trains all steps.
         drawn_by_tp: whether each tensor-parallel rank draws some weights for itself.
         rejected: for each split that is rejected, a part of the message.
@@ -111,6 +127,7 @@ class Model:
     experts: int = 1
     sequence: int = 64
     tolerance: float = 1e-5
+    against: str = ""
     resumes: str = ""
     drawn_by_tp: bool = False
     rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -221,6 +238,58 @@ def _recurrent(name, flags, balanced=1e-6):
         yield make(f"{own}_packed_thd", masked, across, ring, REFERENCE, "thd", splits=two)
         yield make(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across, f"{ring} {BALANCED}",
             REFERENCE, "shared_prefix", splits=two)  # fmt: skip
+
+
+def _one_ring():
+    """Models whose documents lie in one row over all ranks, balanced, against dp 2 x cp 2 with the
+    same documents in rows of half the length.
+    """
+    make = functools.partial(Model, ring=f"--seq-length 128 --micro-batch-size 2 {BALANCED}",
+        baseline="", data="joined documents", splits=("cp4",), against="dp2cp2",
+        tolerance=1e-6)  # fmt: skip
+    rows, merged = "--max-position-embeddings 256 --cp-ring-document-mask", "documents merged"
+    yield make("one_ring", f"{UNTIED} {rows}", "boundary shifted by one")
+    yield make(
+        "one_ring_windows", f"{UNTIED} {rows} --window-size 11,0 --window-attn-skip-freq 2", merged
+    )
+    # Megatron's aux_loss is of a microbatch, whose tokens are others here; it weighs global_aux_loss
+    # by the tokens of tensor- and context-parallel ranks alone, which are twice as many here
+    yield make(
+        "one_ring_moe",
+        f"{EXPERTS} {rows} --moe-router-load-balancing-type global_aux_loss",
+        merged,
+        baseline="--moe-aux-loss-coeff 2e-2",
+    )
+    # it weighs predictions of a microbatch by numbers of its tokens; at cp 1 with these: 7e-8
+    yield make(
+        "one_ring_mtp",
+        f"{UNTIED} {rows} --mtp-num-layers 1",
+        "roll across documents",
+        tolerance=1e-4,
+    )
+    latent = make(name="one_ring_latent", flags=f"{LATENT} {rows}", fault="weight gradient twice")
+    yield replace(
+        latent, ring=f"{latent.ring} {LATENT_WIRE}", baseline=LATENT_WIRE, rejected=LATENTS_ALONE
+    )
+    sft = make(
+        "one_ring_sft",
+        f"{SFT} --cp-ring-pack fill --max-position-embeddings 512",
+        "boundary shifted by one",
+        sequence=256,
+    )
+    yield replace(sft, ring=sft.ring.replace("128", "512"), data="joined sft")
+
+
+def _alike(name, flags):
+    """Models of a kind of layer of Megatron in development."""
+    make = functools.partial(Model, layers=4, tolerance=1e-6, drawn_by_tp=True)
+    order, across = "state in the order of another layout", "state across documents"
+    every = ("cp2", "cp4", "tp2cp2", "pp2cp2")
+    for ring, way in ((HEADS_WAY, ""), (STATES, "_states")):
+        yield make(f"{name}{way}", flags, order, ring, splits=every)
+        yield make(f"{name}{way}_document_mask_balanced",
+            f"{flags} --cp-ring-document-mask --micro-batch-size 2", across,
+            f"{ring} {BALANCED}", REFERENCE, "documents", splits=every)  # fmt: skip
 
 
 MODELS = (
@@ -343,10 +412,19 @@ MODELS = (
     # bytes of keys are rounded to int8: cp 4 differs by 2e-4
     Model("wire_int8", UNTIED, "scale of the head size", ring="--cp-ring-wire int8", tolerance=1e-3),
     *_of_files(),
+    *_one_ring(),
     Model("resumed", f"{UNTIED} {RESHARDABLE} --softmax-type learnable", "sink dropped", resumes="dp2cp2"),
     Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
         splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
     *_recurrent("mamba", MAMBA),
+    *_alike("delta_product", PRODUCT),
+    *_alike("kimi", KIMI),
+    # ranks exchange states of the delta nets and heads of the Mamba layers, and the other way round
+    Model("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask", "state across documents",
+        f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2", "pp2cp2"),
+        layers=4, tolerance=1e-6, drawn_by_tp=True),
+    Model("mamba_states_beside_delta_net", BOTH.replace("--mamba-num-groups 4", "--mamba-num-groups 1"),
+        "state in the order of another layout", splits=("cp2",), layers=4, tolerance=1e-6),
     Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
         "state across documents", f"{STATES} {BALANCED}", REFERENCE,
         "documents", layers=4, splits=("cp2",), tolerance=1e-6),

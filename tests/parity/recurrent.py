@@ -6,6 +6,8 @@ number of each token's document, or offsets in one batch row.
 """
 
 import dataclasses
+import importlib
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -15,14 +17,23 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net, mamba_mixer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from tests.parity.specs import Norm, hybrid
-from tests.recurrences import causal_conv1d, chunk_scan, delta_rule, l2norm, scan
+from tests.recurrences import (
+    causal_conv1d,
+    chunk_scan,
+    delta_product,
+    delta_rule,
+    kimi_rule,
+    l2norm,
+    scan,
+)
 
 
 class GroupNorm(torch.nn.Module):
-    """RMS norm of each group of channels."""
+    """RMS norm of each group of channels, behind a gate if there is one."""
 
     def __init__(self, size, eps, group_size, dtype, **ignored):
         super().__init__()
@@ -32,7 +43,8 @@ class GroupNorm(torch.nn.Module):
             group_size,
         )
 
-    def forward(self, x):
+    def forward(self, x, gate=None):
+        x = x if gate is None else x * F.silu(gate)
         groups = x.unflatten(-1, (-1, self.group_size))
         return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
@@ -113,6 +125,23 @@ def _sparse_hybrid():
     return dataclasses.replace(hybrid, submodules=parts)
 
 
+def _of_products():
+    """`hybrid`, whose layers of letter M are gated delta products."""
+    module = importlib.import_module("megatron.core.ssm.gated_delta_product")
+    module.HAVE_FLA, module.HAVE_MAMBA_SSM, module.l2_norm = True, True, l2norm
+    module.chunk_gated_delta_product, module.ExtendedRMSNorm = delta_product, GroupNorm
+    module.check_fla_sequence_packing_support = lambda: (True, "")
+    linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    parts = module.GatedDeltaProductMixerSubmodules(**linear)
+    mixer = ModuleSpec(module=module.GatedDeltaProductMixer, submodules=parts)
+    layer = hybrid.submodules.mamba_layer
+    layer = dataclasses.replace(
+        layer, submodules=dataclasses.replace(layer.submodules, mixer=mixer)
+    )
+    parts = dataclasses.replace(hybrid.submodules, mamba_layer=layer)
+    return dataclasses.replace(hybrid, submodules=parts)
+
+
 def _first_of_equal(q, k, weights, topk, **named):
     """As Megatron's `fused_qk_topk_naive`, but of equal scores the earlier keys are selected:
     relu makes many zeros, of which `torch.topk` takes any.
@@ -148,3 +177,7 @@ for _name, _module in list(sys.modules.items()):
         _module.causal_conv1d, _module.chunk_gated_delta_rule = causal_conv1d, delta_rule
         if hasattr(_module, "chunk_gdn2"):  # since 0.20
             _module.chunk_gdn2 = delta_rule
+        if hasattr(_module, "chunk_kda"):  # in development
+            _module.HAVE_FLA_KDA, _module.chunk_kda = True, kimi_rule
+if importlib.util.find_spec("megatron.core.ssm.gated_delta_product"):  # since 0.20
+    gated_delta_product_stack_spec = _of_products()

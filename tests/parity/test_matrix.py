@@ -31,12 +31,16 @@ HEADLINE = {
     "recurrent": {
         "mamba": "cp2", "delta_net_document_mask_balanced": "cp2", "qwen3_next_states": "cp2", "delta_net": "tp2cp2",
         "mamba_states_document_mask_balanced": "cp4", "delta_net_states_shared_prefix": "cp2",
-        "delta_net_few_heads": "cp4",
+        "delta_net_few_heads": "cp4", "mamba_beside_delta_net_states": "tp2cp2",
     },
     "sparse": {"sparse_gathered": "cp2"},
     "positions": {"mrope_images_packed_thd": "cp2", "yarn": "cp2"},
     "recomputation": {"recompute_full_with_keep": "pp2cp2"},
     "chunks of the loss": {"loss_chunk_mtp": "cp2"},
+    "one ring over all ranks": {
+        "one_ring": "cp4", "one_ring_moe": "cp4", "one_ring_latent": "cp4", "one_ring_mtp": "cp4",
+        "one_ring_sft": "cp4",
+    },
     "wire": {"wire_int8": "cp2"},
     "resuming": {"resumed": "tp2cp2", "mamba_resumed": "cp4"},
     "bf16": {"bf16": "dp2cp2"},

@@ -160,11 +160,19 @@ def test_dataset_helpers_runs_make_where_it_can(applied, monkeypatch, tmp_path):
 
 
 @pytest.mark.compat
-def test_gated_delta_product_layers_are_rejected(applied):
+def test_parts_of_gated_delta_products_that_are_recomputed_are_rejected(monkeypatch, applied):
     module = pytest.importorskip("megatron.core.ssm.gated_delta_product")  # since 0.20
-    applied("core_attention")
-    with pytest.raises(ConfigError, match="gated delta product layers: give another --spec"):
-        module.GatedDeltaProductMixer()
+    mixer = module.GatedDeltaProductMixer
+    monkeypatch.setattr(mixer, "__init__", lambda layer, config, pg_collection: None)
+    applied("recurrent_layers")
+    for name, value in (
+        ("recompute_modules", ["core_attn", "gdp_qkv"]), ("offload_modules", ["gdp_qkv"]),
+        ("gdp_cutedsl_kernel", True),
+    ):  # fmt: skip
+        layer = object.__new__(mixer)
+        vars(layer)["config"] = argparse.Namespace(**{name: value})
+        with pytest.raises(ConfigError, match="nor --gdp-cutedsl-kernel: leave them out"):
+            mixer.__init__(layer, None, pg_collection=argparse.Namespace(cp=None))
 
 
 @pytest.mark.compat

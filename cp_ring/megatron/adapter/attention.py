@@ -73,22 +73,13 @@ class RingDotProductAttention(PlannedAttention):
         ring: RingConfig | None = None,
         **unknown: Any,
     ) -> None:
+        given = {name: x for name, x in locals().items() if x is not None}  # arguments
         super().__init__(
             config, layer_number, attn_mask_type, attention_type, cp_comm_type, pg_collection, ring
         )
         self.name: int | str = self.layer_number  # in messages
         self._stock_layer: list[Any] = []
-        self._stock_settings = {
-            "layer_number": layer_number,
-            "attn_mask_type": attn_mask_type,
-            "attention_type": attention_type,
-            "attention_dropout": attention_dropout,
-            "softmax_scale": softmax_scale,
-            "cp_comm_type": cp_comm_type,
-            "pg_collection": pg_collection,
-            "k_channels": k_channels,
-            "v_channels": v_channels,
-        }
+        self._stock_settings = given
         self.softmax_scale = (
             1.0 / math.sqrt(k_channels or config.kv_channels)
             if softmax_scale is None
@@ -125,9 +116,8 @@ class RingDotProductAttention(PlannedAttention):
             wire_dtype=self.ring.wire_dtype,
             qkv_format="sbhd",
             compare_every=self.ring.compare_every,
-            max_logit=bool(
-                getattr(self.config, "qk_clip", False)
-                or getattr(self.config, "log_max_attention_logit", False)
+            max_logit=any(
+                getattr(self.config, name, False) for name in ("qk_clip", "log_max_attention_logit")
             ),
         )
 
@@ -233,10 +223,9 @@ class RingDotProductAttention(PlannedAttention):
                 if with_te and transformer_engine.HAVE_TE
                 else DotProductAttention
             )
-            given = {name: x for name, x in self._stock_settings.items() if x is not None}
             # drawing a new parameter would advance the random state of training
             with replaced((self.config, "perform_initialization", False)):
-                stock = Stock(self.config, **compat.known_arguments(Stock, given))
+                stock = Stock(**compat.known_arguments(Stock, self._stock_settings))
             self._stock_layer.append(stock)
         (stock,) = self._stock_layer
         if self.softmax_offset is not None:

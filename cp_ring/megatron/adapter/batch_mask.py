@@ -34,25 +34,21 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int, last: int = 0) 
     if key[0] >= 0 and _accepted.get(mask) == key:
         return
     positions = torch.from_numpy(layout.positions(rank)[-last:]).to(mask.device)
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (len(positions), layout.n):
-        raise _rejected(mask)
+    alike = mask.dtype == torch.bool and mask.shape[2:] == (len(positions), layout.n)
     keys = torch.arange(layout.n, device=mask.device)
-    equal = torch.ones((), dtype=torch.bool, device=mask.device)
-    for first in range(0, len(positions), _QUERIES_AT_ONCE):
+    equal = torch.tensor(alike, device=mask.device)
+    for first in range(0, len(positions) * alike, _QUERIES_AT_ONCE):
         queries = slice(first, first + _QUERIES_AT_ONCE)
         equal &= (mask[:, :, queries] == (keys > positions[queries, None])).all()
     if not equal:
-        raise _rejected(mask)
+        raise ConfigError(
+            f"the batch holds an attention mask ({mask.dtype} {list(mask.shape)}) that is not the "
+            "causal one of this rank's tokens: leave it out "
+            "(--no-create-attention-mask-in-dataloader), and give another mask as cp_ring_mask in "
+            "the batch (--cp-ring-mask-kinds)"
+        )
     _accepted[mask] = key
     note(
         "the batches hold the causal attention mask, which ring attention does not need: "
         "--no-create-attention-mask-in-dataloader saves making it"
-    )
-
-
-def _rejected(mask: torch.Tensor) -> ConfigError:
-    return ConfigError(
-        f"the batch holds an attention mask ({mask.dtype} {list(mask.shape)}) that is not the "
-        "causal one of this rank's tokens: leave it out (--no-create-attention-mask-in-dataloader),"
-        " and give another mask as cp_ring_mask in the batch (--cp-ring-mask-kinds)"
     )

@@ -44,7 +44,8 @@ class RingConfig(CallSettings):
             Megatron's batches do not say which of the two ways they were split.
         document_mask: every microbatch in sbhd carries its documents.
         declared_masks: every microbatch carries the mask that its batch declares.
-        recurrent: what the ranks of recurrent layers exchange: heads or states.
+        recurrent: what the ranks of recurrent layers exchange: heads or states, or the letter of
+            the layers that exchange states (see `recurrent.built_as`).
     """
 
     compare_every: int = 16

@@ -68,12 +68,12 @@ class Documents(MicrobatchMask):
             )
         real = _common_offsets(packed, "cu_seqlens_q", "cu_seqlens_kv")
         padded = _common_offsets(packed, "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        real = padded if real is None else real
-        padded = real if padded is None else padded
-        if real is None or padded is None:
+        found = [offsets for offsets in (real, padded) if offsets is not None]
+        if not found:
             raise ConfigError(
                 "packed_seq_params has no cu_seqlens_q: give the offsets of its documents"
             )
+        real, padded = found[0], found[-1]
         length, room = np.diff(real), np.diff(padded)
         if len(length) != len(room) or (length > room).any():
             raise ConfigError(
@@ -258,7 +258,7 @@ def _of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Spli
     """
     starts, length = np.frombuffer(padded, np.int64), np.diff(np.frombuffer(real, np.int64))
     layout = (
-        _packed_layout(padded, cp, split)
+        packed_layout(padded, cp, split)
         if together or cp == 1
         else Layout.per_document_zigzag(starts, cp)
     )
@@ -269,16 +269,12 @@ def _of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Spli
     return Documents(replace(mask, pieces=mask.pieces[seen]), layout)
 
 
-def packed_layout(offsets: Ints, cp: int, ring: RingConfig) -> Layout:
+@cached(maxsize=64)
+def packed_layout(offsets: bytes, cp: int, split: Split) -> Layout:
     """Return the layout of packed documents that are split together, as one sequence.
 
-    offsets: int64 [documents + 1].
+    offsets: int64 [documents + 1], as bytes.
     """
-    return _packed_layout(np.ascontiguousarray(offsets, np.int64).tobytes(), cp, ring.split)
-
-
-@cached(maxsize=64)
-def _packed_layout(offsets: bytes, cp: int, split: Split) -> Layout:
     edges = np.unique(np.frombuffer(offsets, np.int64))
     return layout_of(split, int(edges[-1]), cp, partial(Mask.documents, edges, True))
 

@@ -10,7 +10,6 @@ Shapes: s tokens of this rank, b microbatch, c `kv_lora_rank`, g heads of this r
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -136,26 +135,20 @@ def _tap(layer: Any) -> None:
     layer.linear_kv_up_proj.register_forward_hook(layer.core_attention.tap.see)
 
 
+@RUNTIME.cache()
 def linked(attention_class: Any) -> Any:
     """Return a subclass of an attention layer's class whose core attention has access to the
     latents of the layer (see `link`). The same class always gives the same subclass.
     """
-    subclass = _linked.get(attention_class)
-    if subclass is None:
-        own = {name: getattr(attention_class, name) for name in ("__module__", "__doc__")}
-        own["__init__"] = _with_link(attention_class.__init__)
-        subclass = type(attention_class.__name__, (attention_class,), own)
-        _linked[attention_class] = subclass
-    return subclass
+    own = {name: getattr(attention_class, name) for name in ("__module__", "__doc__")}
+    own["__init__"] = _with_link(attention_class.__init__)
+    return type(attention_class.__name__, (attention_class,), own)
 
 
 @around
 def _with_link(constructor: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     constructor(self, *args, **kwargs)
     link(self)
-
-
-_linked: weakref.WeakKeyDictionary[type, Any] = RUNTIME.keep(weakref.WeakKeyDictionary())
 
 
 def _check(module: Any) -> None:

@@ -35,6 +35,7 @@ class MicrobatchMask:
         whole: the mask of the stream, in layers that are not causal.
         layout: the layout of the stream; each rank holds equally many tokens of each batch row.
         batch: the number of batch rows, which have the same length.
+        made: what layers share: plans, and the pieces of recurrent layers.
     """
 
     # the flag that messages name, and how many later keys a causal layer may see (-1: any number)
@@ -42,7 +43,7 @@ class MicrobatchMask:
     whole: Mask
     layout: Layout
     batch: int = 1
-    _plans: dict[tuple[Any, ...], RankPlan] = field(default_factory=dict, repr=False)
+    made: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """Return the mask of a layer with this window. A layer that is not `causal` also sees later
@@ -76,17 +77,16 @@ class MicrobatchMask:
 
     def starts(self) -> tuple[Ints, Ints]:
         """Return the tokens of the stream at which a recurrent state does not continue that of the
-        token before, int64: the first tokens of documents, branches and padding. And for each the
-        token whose state it continues, -1 for none: for a branch the last earlier token that its
-        first token sees.
-
-        The state also restarts at each batch row, which is not in this list.
+        token before, int64: the first tokens of batch rows, documents, branches and padding. And
+        for each the token whose state it continues, -1 for none: for a branch the last earlier
+        token that its first token sees.
         """
         segments, pieces = self.whole.segments, self.whole.pieces
-        starts, before = segments[0], np.full_like(segments[0], -1)
-        for i in np.flatnonzero(segments[1]):
-            seen = (pieces.q0 <= starts[i]) & (starts[i] < pieces.q1) & (pieces.k1 <= starts[i])
-            before[i] = pieces.k1[seen].max() - 1
+        starts = np.union1d(segments[0], np.arange(self.batch) * (self.layout.n // self.batch))
+        before = np.full_like(starts, -1)
+        for start in segments[0][segments[1] > 0]:
+            seen = (pieces.q0 <= start) & (start < pieces.q1) & (pieces.k1 <= start)
+            before[starts == start] = pieces.k1[seen].max() - 1
         return starts, before
 
     def rank_plan(
@@ -102,13 +102,12 @@ class MicrobatchMask:
         made and proven for the first mask of each kind.
         """
         key = rank, window, causal, spec
-        if key not in self._plans:
+        if key not in self.made:
             kind = self.layout.name, self.layout.cp, self.whole.name, *key[1:]
             spec = replace(spec, layout=self.layout)
-            self._plans[key] = _make_plan(
-                self.mask(window, causal), spec, self.layout.cp, rank, kind
-            )
-        return self._plans[key]
+            self.made[key] = _make_plan(self.mask(window, causal), spec, self.layout.cp, rank, kind)
+        plan: RankPlan = self.made[key]
+        return plan
 
     def places(self, rank: int) -> torch.Tensor:
         """Return the indices in their batch rows of the tokens that `rank` holds: int64 [n / cp,

@@ -44,9 +44,9 @@ def turned(
     """Replace Megatron's `_apply_rotary_pos_emb_thd`. `turn` is its function for batch rows,
     `_apply_rotary_pos_emb_bshd`.
     """
-    edges = offsets_on_cpu(cu_seqlens)
-    layout = packed_layout(edges, cp_group.size(), in_force())
-    in_sequence, in_document = _positions(edges.tobytes(), layout, cp_group.rank(), freqs.device)
-    wanted = in_sequence if freqs.shape[0] == edges[-1] else in_document
+    offsets = offsets_on_cpu(cu_seqlens).tobytes()
+    layout = packed_layout(offsets, cp_group.size(), in_force().split)
+    in_sequence, in_document = _positions(offsets, layout, cp_group.rank(), freqs.device)
+    wanted = in_sequence if freqs.shape[0] == layout.n else in_document
     picked = freqs.index_select(0, wanted)
     return turn(t.unsqueeze(1), picked, *options, **named).squeeze(1)

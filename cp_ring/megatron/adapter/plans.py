@@ -38,10 +38,6 @@ def _of_rows(split: Split, n: int, cp: int) -> Layout:
 
 
 @RUNTIME.cache(maxsize=64)
-def _mask(kind: str, n: int, window: tuple[int, int]) -> Mask:
-    return _MASKS[kind](n, window=window)
-
-
 def make_plan(
     mask: str,
     n: int,
@@ -57,4 +53,5 @@ def make_plan(
 
     Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
     """
-    return plan(_mask(mask, n, window), cp, replace(spec, layout=layout_of(split, n, cp)))
+    made = _MASKS[mask](n, window=window)
+    return plan(made, cp, replace(spec, layout=layout_of(split, n, cp)))

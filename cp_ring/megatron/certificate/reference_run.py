@@ -22,7 +22,7 @@ from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import PREFIX, declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage
-from cp_ring.megatron.flags.layer_pattern import RECURRENT, is_recurrent, letters_of
+from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 
@@ -49,7 +49,7 @@ def follow_rules(model: Any, rules: list[MaskRule]) -> None:
         if isinstance(ring, RingDotProductAttention):
             window = declared_window(model.config, ring.layer_number)
             module.core_attention = DenseAttention(ring, window, scale, rules)
-        if any(len(of_row) > 1 for of_row in paths) and is_recurrent(module):
+        if any(len(of_row) > 1 for of_row in paths) and hasattr(module, "cp_ring_group"):
             module.forward = functools.partial(_by_document, module.forward, paths)
 
 

@@ -10,12 +10,8 @@ from typing import Any
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Megatron's argument, and its older name."""
 
-RECURRENT = {"M": "Mamba", "G": "gated delta net"}
+RECURRENT = {"M": "Mamba", "G": "gated delta net", "K": "Kimi delta attention"}
 """Letters of recurrent layers, whose state runs along the sequence."""
-
-
-_RECURRENT_CLASSES = {"MambaMixer", "GatedDeltaNet", "GatedDeltaNet2"}
-"""Names of Megatron's classes of recurrent layers."""
 
 LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 """Numbers of heads that Megatron divides among context-parallel ranks, and states do not."""
@@ -24,7 +20,7 @@ _ATTENTION = "*+"
 SPARSE = "D"
 """The letter of sparse attention (--experimental-attention-variant dsa), which Megatron splits."""
 
-VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "dsa": SPARSE}
+VARIANTS = {"gated_delta_net": "G", "gdn": "G", "gdn2": "G", "kda": "K", "dsa": SPARSE}
 """The letter of each value of --experimental-attention-variant. Since 0.20, gdn means
 gated_delta_net.
 """
@@ -125,8 +121,3 @@ def config_of_layer(config: Any, layer: int) -> Any:
     own numbers of key/value heads.
     """
     return config.get_config_for_layer(layer) if hasattr(config, "per_block_parameters") else config
-
-
-def is_recurrent(layer: Any) -> bool:
-    """Return True if a module is a recurrent layer."""
-    return any(each.__name__ in _RECURRENT_CLASSES for each in type(layer).__mro__)

@@ -11,9 +11,6 @@ from cp_ring.recurrent.choice import MixerSizes
 
 NODE = 8  # ranks, of which tensor-parallel ones are neighbors
 
-UNITS = {"M": "groups of heads", "G": "key heads"}
-"""What ranks that exchange heads share, by the letter of a layer."""
-
 FOLLOWED = ("documents", "tree", "shared-prefix", "causal")
 """Kinds of masks in which each token sees all that its state holds."""
 
@@ -23,17 +20,19 @@ def rejection(args: Asked, options: Options) -> str | None:
     share, and states in CUDA graphs.
     """
     pattern = shown_pattern(args)
-    layers = [RECURRENT[letter] for letter, _ in mixers(args)]
-    line = undivided_heads(args)
-    if line and options.recurrent == "heads":
-        return f"{pattern}: {line}: leave out --cp-ring-recurrent heads"
+    way = options.recurrent
+    letters = [letter for letter, _ in mixers(args)]
+    if way != "auto" and (line := undivided_heads(args, way)):
+        return f"{pattern}: {line}: leave out --cp-ring-recurrent {way}"
     masks = [kind for kind in options.kinds if kind not in FOLLOWED]
-    if layers and masks:
+    if letters and masks:
         return (
-            f"--cp-ring-mask-kinds {masks[0]}: the {layers[0]} layers of {pattern} are recurrent "
-            f"and ignore this mask: give {', '.join(FOLLOWED[:-1])} or {FOLLOWED[-1]}"
+            f"--cp-ring-mask-kinds {masks[0]}: the {RECURRENT[letters[0]]} layers of {pattern} are "
+            f"recurrent and ignore this mask: give {', '.join(FOLLOWED[:-1])} or {FOLLOWED[-1]}"
         )
-    if "Mamba" in layers and _graphed(args) and (line or options.recurrent == "states"):
+    asked = way in ("states", "M")
+    travel = [x == "M" and (asked or sizes.units % args.cp) for x, sizes in mixers(args)]
+    if any(travel) and _graphed(args):
         return (
             f"--cuda-graph-modules mamba: states of the Mamba layers of {pattern} travel, which a "
             "CUDA graph cannot hold: leave mamba out"
@@ -47,18 +46,21 @@ def _graphed(args: Asked) -> bool:
 
 
 def choose(args: Asked) -> str:
-    """Return heads or states for the recurrent layers of a job: states where heads do not divide,
-    else what is predicted to be faster for one layer of each kind.
+    """Return heads or states for the recurrent layers of a job, or the letter of those that take
+    states: states where heads do not divide, else what is predicted to be faster.
     """
-    if undivided_heads(args):
-        return "states"
-    if _graphed(args):
-        return "heads"
     tokens = (args.seq_length or 0) * (args.micro_batch_size or 1) // args.cp
     node = max(NODE // args.tp, 1)
-    pairs = [sizes.seconds(tokens, args.cp, node) for _, sizes in mixers(args)]
-    heads, states = (sum(seconds) for seconds in zip((0.0, 0.0), *pairs, strict=True))
-    return "states" if args.cp > 1 and states < heads else "heads"
+    every, chosen = set(), set()
+    for letter, sizes in mixers(args):
+        every.add(letter)
+        heads, states = sizes.seconds(tokens, args.cp, node)
+        faster = args.cp > 1 and states < heads and not (letter == "M" and _graphed(args))
+        if faster or sizes.units % args.cp:
+            chosen.add(letter)
+    if len(chosen) == 1 < len(every):
+        return chosen.pop()
+    return "states" if chosen else "heads"
 
 
 def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
@@ -67,28 +69,33 @@ def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
     element = 2 if args.bf16 or args.fp16 else 4
     if "M" in letters:
         size = args.mamba_head_dim or 64
-        heads = (args.mamba_num_heads or 2 * args.hidden_size // size) // args.tp
+        heads = args.mamba_num_heads or 2 * args.hidden_size // size
         state = args.mamba_state_dim or 128
-        groups = (args.mamba_num_groups or 8) // args.tp
-        channels = heads * (3 * size + 1) + 2 * groups * state
-        yield "M", MixerSizes(heads, 1, size * state, channels, element, groups)
-    if "G" in letters:
-        keys = args.linear_num_key_heads or 16
-        values = args.linear_num_value_heads or 32
-        k = args.linear_key_head_dim or 128
-        v = args.linear_value_head_dim or 128
-        channels = (2 * keys * k + values * (3 * v + 2)) // args.tp
-        yield "G", MixerSizes(values // args.tp, k, v, channels, element, keys // args.tp)
+        groups = args.mamba_num_groups or 8
+        channels, k, v = heads * (3 * size + 1) + 2 * groups * state, 1, size * state
+        if "gated_delta_product" in str(args.spec):  # Megatron's own sign of them
+            learned = (args.gdp_num_householder or 3) + 1
+            channels, k, v = learned * (heads * (size + 1) + groups * state), state, size
+        yield "M", MixerSizes(heads, k, v, channels, element, groups).of_rank(args.tp)
+    keys = args.linear_num_key_heads or 16
+    values = args.linear_num_value_heads or 32
+    k = args.linear_key_head_dim or 128
+    v = args.linear_value_head_dim or 128
+    for letter, gates in (("G", 2 * values), ("K", keys * (k + 1))):
+        if letter in letters:
+            channels = 2 * keys * k + 3 * values * v + gates
+            yield letter, MixerSizes(values, k, v, channels, element, keys).of_rank(args.tp)
 
 
-def undivided_heads(args: Asked) -> str:
+def undivided_heads(args: Asked, way: str = "heads") -> str:
     """Return a text about heads of recurrent layers that the context-parallel ranks cannot share,
-    or "". Mamba's heads are shared in whole groups.
+    or "", if the layers of `way` exchange states. Mamba's heads are shared in whole groups.
     """
     for letter, sizes in mixers(args):
-        if sizes.units % args.cp:
+        if sizes.units % args.cp and way not in ("states", letter):
+            units = "groups of heads" if letter == "M" else "key heads"
             return (
-                f"the {sizes.units} {UNITS[letter]} of the {RECURRENT[letter]} layers do not "
-                f"divide among {args.cp} ranks"
+                f"the {sizes.units} {units} of the {RECURRENT[letter]} layers do not divide among "
+                f"{args.cp} ranks"
             )
     return ""
