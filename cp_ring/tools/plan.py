@@ -299,7 +299,7 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
         "head_parallel": plan.ulysses,
         "wire": given.sizes.wire,
         "slots": report.slots,
-        "memory": memory(report, own),
+        "memory": memory(plan, given.sizes),
     }
 
 

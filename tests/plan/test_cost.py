@@ -9,7 +9,7 @@ import pytest
 from cp_ring.kernels import REGISTRY
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
-from cp_ring.plan.memory import memory
+from cp_ring.plan.memory import memory, rank_memory
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import FOLDER, NAMED, RATES
@@ -30,8 +30,8 @@ def test_cost_by_hand():
     assert facts["forward_flops_per_rank"] == [2 * 2 * 16 * 4 * 24] * 2
     assert facts["backward_flops_per_rank"] == [2 * 2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2
     assert facts["bytes_in_per_rank"] == [4 * 2 * 24 * 4] * 2
-    needs = memory(report, SIZES)
-    assert needs["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
+    needs = memory(plan, SIZES)
+    assert needs["keys and values: slots"] == 4 * 2 * 24 * 4  # the last hop has no later one
     assert needs["kept: lse"] == 4 * 4 * 4
 
 
@@ -195,24 +195,38 @@ def test_each_device_has_a_file_that_says_where_its_rates_are_from():
 
 
 def test_predicted_memory_beside_that_of_the_fake_gpu():
-    """docs/tune.md names the range, over the rows of the ring and of heads."""
+    """Of the rings and of heads; docs/tune.md names the range. Only these ranks were measured. The
+    caller holds q, k and v beside those of exchanged heads, and dout twice in format thd.
+    """
     rows = json.loads((ROOT / "docs" / "benchmarks" / "beside.json").read_text())
-    heads_of = {"cp_ring": 1, "cp_ring heads": 0}
+    specs = {
+        "cp_ring": PlanSpec("zigzag"),
+        "cp_ring ring": PlanSpec("zigzag", schedule="ring"),
+        "cp_ring heads": PlanSpec("zigzag", ulysses=0),
+    }
     ratios = []
     for row in rows:
-        if row["case"] not in CASES or row["contestant"] not in heads_of:
+        if row["case"] not in CASES or row["contestant"] not in specs:
             continue
-        case, cp = CASES[row["case"]], row["cp"]
+        case, cp, spec = CASES[row["case"]], row["cp"], specs[row["contestant"]]
+        by_heads = spec.ulysses != 1
         ends = case.ends(cp) if case.packed else [0, case.tokens * cp]
         mask = Mask.documents(ends, window=(case.window - 1 if case.window else -1, 0))
-        heads = heads_of[row["contestant"]] or cp
-        report = PlanSpec("zigzag", ulysses=heads).build(mask, cp).verify()
-        buffers = memory(report, AttentionSizes(case.h, case.g, case.d, case.e).of_rank(heads))
-        kinds = ("kept", "both", "forward", "backward")
-        kept, both, *ways = (
-            sum(size for name, size in buffers.items() if name.startswith(kind)) for kind in kinds
-        )
-        ratios.append(row["allocated"] / (kept + both + max(ways)))
-    assert len(ratios) == 24
+        plan = replace(spec, ulysses=cp if by_heads else 1).build(mask, cp)
+        sizes = AttentionSizes(case.h, case.g, case.d, case.e)
+        each = [rank_memory(plan, rank, sizes) for rank in (0, cp // 2, cp - 1)]
+        width = sizes.query_width + sizes.key_width if by_heads else case.packed * sizes.out_width
+        predicted = max(sum(one.values()) for one in each) + case.tokens * width * 2
+        ratios.append(row["allocated"] / predicted)
+    assert len(ratios) == 36
     said = re.search(r"took ([\d.]+) to ([\d.]+) times", (ROOT / "docs" / "tune.md").read_text())
-    assert [f"{x:.1f}" for x in (min(ratios), max(ratios))] == [*said.groups()]
+    assert [f"{x:.2f}" for x in (min(ratios), max(ratios))] == [*said.groups()]
+    assert min(ratios) > 0.95 and max(ratios) < 1.05
+
+
+def test_memory_of_the_rank_that_needs_most():
+    mask = Mask.documents([0, 4096, 5120, 13312, 16384, 40000, 65536])
+    plan = PlanSpec("balanced").build(mask, 4)
+    each = [rank_memory(plan, rank, AttentionSizes()) for rank in range(4)]
+    assert memory(plan, AttentionSizes()) == max(each, key=lambda one: sum(one.values()))
+    assert len({sum(one.values()) for one in each}) > 1
