@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from cp_ring.errors import PlanError
@@ -98,12 +99,11 @@ def _make_work(
             "once, with its backward, before the capture"
         )
     hops = tuple(rank_plan.backward if backward else rank_plan.hops)
-    most = rank_plan.num_tokens if few_keys else OPEN
+    most = max(rank_plan.num_tokens, LONG) if few_keys else OPEN
     calls = {
         hop: tuple(
             call
-            for which, tiles in hop.tiles.of_fewer_keys(most)
-            for part in [replace(hop, tiles=tiles, grad_shift=hop.grad_shift[which])]
+            for part in _of_fewer_keys(hop, most)
             for call in kernel_calls(part, capabilities, sizes)
         )
         for hop in hops
@@ -124,6 +124,23 @@ def _make_work(
         ):
             segments.blocks(device)
     return work
+
+
+LONG = 8_192
+"""Keys that are never too many for one call of backward."""
+
+
+def _of_fewer_keys(hop: Hop, most: int) -> Iterator[Hop]:
+    """Yield parts of a hop whose tiles have at most `most` keys. Where query heads share keys, GPU
+    kernels hold the gradients of a call's keys for each query head, which is more memory than all
+    else of a hop.
+    """
+    k0, keys = hop.tiles.k0, hop.tiles.k1 - hop.tiles.k0
+    for part in range(-(-int(keys.max(initial=1)) // most)):
+        tile = np.flatnonzero(keys > part * most)
+        begin = k0[tile] + part * most
+        tiles = hop.tiles[tile].within(k0=begin, k1=begin + most)
+        yield replace(hop, tiles=tiles, grad_shift=hop.grad_shift[tile])
 
 
 def _key_updates(

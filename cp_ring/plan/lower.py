@@ -9,6 +9,7 @@ order are reversed. Native bands and varlen calls are faster, but not required.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,21 +169,16 @@ def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
     right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner)
     one_window = np.stack([lowered.kind, left, right])
     one_window[1:, lowered.reverse] = 0
-    kinds, full = list(map(tuple, one_window.T.tolist())), (lowered.kind == FULL).tolist()
-    queries, keys = (list(map(tuple, tiles.data[rows].T.tolist())) for rows in ([0, 1], [2, 3]))
-    sequences: list[list[int]] = []
-    last = None
-    for index in np.lexsort((tiles.k0, tiles.q1, tiles.q0, *one_window)).tolist():
-        same = (kinds[index], queries[index]) if full[index] else None
-        if same is None or same != last:
-            sequences.append([])
-        sequences[-1].append(index)
-        last = same
+    kinds, spans = list(map(tuple, one_window.T.tolist())), tiles.data.T.tolist()
+
+    def alike(index: int) -> tuple[int, ...]:
+        return *kinds[index], *spans[index][:2], index * (kinds[index][0] != FULL)
+
     calls: dict[tuple[int, ...], list[_Call]] = {}
-    for sequence in sequences:
-        (q0, q1), of_kind = queries[sequence[0]], calls.setdefault(kinds[sequence[0]], [])
-        spans = (keys[index] for index in sequence)
-        bits = sum((1 << end) - (1 << start) for start, end in spans)
+    order = np.lexsort((tiles.k0, tiles.q1, tiles.q0, *one_window)).tolist()
+    for (*kind, q0, q1, _), group in groupby(order, alike):
+        sequence, of_kind = list(group), calls.setdefault(tuple(kind), [])
+        bits = sum((1 << spans[index][3]) - (1 << spans[index][2]) for index in sequence)
         call = next((call for call in of_kind if q0 >= call.end and not bits & call.keys), None)
         if call is None:
             of_kind.append(call := _Call())

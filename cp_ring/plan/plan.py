@@ -52,13 +52,6 @@ class PlanSpec:
     slot_shards: int | None = None
     choice: Conditions | None = None
 
-    @property
-    def name(self) -> str:
-        """The name in tables: route, ranks that exchange heads, schedule, as in `heads 4 ring`."""
-        parts = [f"heads {self.ulysses}"] if self.ulysses > 1 else []
-        parts += [self.route] if self.ulysses == 1 or self.route != DEFAULT else []
-        return " ".join([*parts, *([text(self.schedule)] if self.schedule != "auto" else [])])
-
     def layout_of(self, mask: Mask, cp: int) -> Layout:
         """The `Layout` of a mask over `cp` ranks. Raises `PlanError` for an unknown name."""
         layout = self.layout

@@ -22,9 +22,6 @@ from cp_ring.plan.ranges import Ints, integers, overlaps, sort_index
 OPEN = 1 << 60
 """An open bound of a band: it cuts nothing."""
 
-FEW_KEYS = 8_192
-"""Keys that are never too many for one call of backward."""
-
 
 class Tile(NamedTuple):
     """One tile, for people and kernels. `lo` = -OPEN or `hi` = OPEN leaves that side unbounded.
@@ -185,17 +182,6 @@ class Tiles:
             return self, *of_tiles
         index = np.flatnonzero(live)
         return self[index], *(entries[index] for entries in of_tiles)
-
-    def of_fewer_keys(self, most: int) -> Iterator[tuple[Ints, Tiles]]:
-        """Yield parts of the tiles, with their indices, of at most `most` keys, or `FEW_KEYS` if
-        that is more. Where query heads share keys, GPU kernels hold the gradients of a call's keys
-        for each query head, which is more memory than all else of a hop.
-        """
-        most = max(most, FEW_KEYS)
-        for part in range(0, int((self.k1 - self.k0).max(initial=1)), most):
-            which = np.flatnonzero(self.k1 - self.k0 > part)
-            first = self.k0[which] + part
-            yield which, self[which].within(k0=first, k1=first + most)
 
     def area(self) -> Ints:
         """Return the exact number of allowed (query, key) pairs of each tile, int64."""

@@ -20,7 +20,6 @@ import yaml
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
@@ -416,6 +415,8 @@ def attention_costs(
     """Return the costs of attention in each way that these sizes allow, the fastest first: the
     ring, latents, or heads over the ranks of a node. plans: those made so far, by ranks and heads.
     """
+    from cp_ring.memory import memory  # which loads torch
+
     model = setup.model
     near = gcd(cp, max(1, setup.ranks_per_node // tp))
     layer = model.attention(tp, 1)

@@ -324,9 +324,9 @@ def _two(hops):
 
 def _swap_ranks(parts, rng):
     busy = [part.rank for part in parts if part.hops]
-    if len(busy) < 2:
+    if not busy or parts[busy[0]].member == parts[busy[-1]].member:
         return None
-    a, b = busy[:2]
+    a, b = busy[0], busy[-1]
     return [
         replace(parts[{a: b, b: a}.get(part.rank, part.rank)], rank=part.rank) for part in parts
     ]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cp_ring.kernels import REGISTRY
+from cp_ring.memory import memory, rank_memory
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
-from cp_ring.plan.memory import memory, rank_memory
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import FOLDER, NAMED, RATES

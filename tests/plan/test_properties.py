@@ -16,18 +16,18 @@ from cp_ring.plan.proof import check_rank_plan, verify
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import paint
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
-from tests.plan.strategies import CAPABILITIES, plans
+from tests.plan.strategies import CAPABILITIES, SLOTS, plans
 from tests.rings import said
 
 MUTATIONS = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS]
 QUIET = {"suppress_health_check": list(HealthCheck)}
 
 
-def check_plan(plan):
-    """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan
-    built alone is the same.
+def check_plan(plan, slots):
+    """The proof accepts the plan with so many slots, its tiles paint the mask, also after lowering,
+    and a rank plan built alone is the same.
     """
-    report = plan.verify(rank_plans=True)
+    report = plan.verify(slots, rank_plans=True)
     for rank in range(plan.cp):
         plan.verify(executed=plan.rank_plan(rank))
     tiles, *_ = tiles_in_stream(plan.ring)
@@ -46,7 +46,7 @@ def check_plan(plan):
         for hop in (hop for rank in range(plan.cp) for hop in plan.rank_plan(rank).hops):
             check_calls(lower(hop.tiles, capabilities), capabilities.varlen)
     rank = plan.n % plan.cp
-    spec = PlanSpec(plan.layout, plan.route, plan.schedule)
+    spec = PlanSpec(plan.layout, plan.route, plan.schedule, plan.ulysses)
     alone = spec.build_rank_plan(plan.mask, plan.cp, rank)
     assert repr(alone) == repr(plan.rank_plan(rank))
 
@@ -90,9 +90,9 @@ def check_calls(lowered, varlen):
 
 
 @settings(max_examples=150, **QUIET)
-@given(plan=plans())
-def test_random_plans_are_right(plan):
-    check_plan(plan)
+@given(plan=plans(), slots=SLOTS)
+def test_random_plans_are_right(plan, slots):
+    check_plan(plan, slots)
 
 
 @settings(max_examples=250, **QUIET)
@@ -117,9 +117,9 @@ def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone():
 
 @pytest.mark.slow
 @settings(max_examples=25_000, **QUIET)
-@given(plan=plans())
-def test_many_random_plans_are_right(plan):
-    check_plan(plan)
+@given(plan=plans(), slots=SLOTS)
+def test_many_random_plans_are_right(plan, slots):
+    check_plan(plan, slots)
 
 
 @pytest.mark.slow
