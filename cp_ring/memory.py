@@ -107,15 +107,9 @@ def _most(part: RankPlan, sizes: AttentionSizes) -> dict[str, int]:
             decoded = hop.num_keys * width * sizes.element
             now["keys and values, encoded and decoded"] = tokens * of_keys + decoded
         for call in work.calls[hop]:
-            of_queries, of_hop, copies, summed = _bytes(call, sizes)
-            now |= {
-                "dq, dk, dv: partial results": sum(sum(x.waiting) for x in sums)
-                + of_queries
-                + of_hop,
-                "dq, dk, dv: sums": sum(x.running + x.result for x in sums),
-                "a kernel call: copies of its inputs": copies,
-                "a kernel call: what it sums up": summed,
-            }
+            of_queries, of_hop, now["a kernel call"] = _bytes(call, sizes)
+            held = sum(sum(x.waiting, x.running + x.result) for x in sums)
+            now["dq, dk, dv: results and sums"] = held + of_queries + of_hop
             most = max(most, dict(now), key=_total)
             dq.add(of_queries)
             here.add(of_hop)
@@ -127,23 +121,23 @@ def _most(part: RankPlan, sizes: AttentionSizes) -> dict[str, int]:
     return most
 
 
-def _bytes(call: KernelCall, sizes: AttentionSizes) -> tuple[int, int, int, int]:
-    """Return the bytes of a call: of dq, of dk and dv, of copies of its inputs, and of what the
+def _bytes(call: KernelCall, sizes: AttentionSizes) -> tuple[int, int, int]:
+    """Return the bytes of a call: of dq, of dk and dv, and of copies of its inputs and what the
     kernel sums up.
     """
-    of_queries, of_keys = sizes.query_width, sizes.key_width
-    inputs, copied, element = of_queries + 2 * sizes.out_width, 0, sizes.element
-    if packed := isinstance(call, PackedCall):
+    of_queries, of_keys, element = sizes.query_width, sizes.key_width, sizes.element
+    sides, packed = (call.queries.ranges, call.keys.ranges), isinstance(call, PackedCall)
+    size_q, size_k = q, k = [int((end - start).sum()) for start, end, _ in sides]
+    copied = 0
+    if isinstance(call, PackedCall):
         q, k = (len(side.tokens.tokens()) for side in (call.q, call.k))
         size_q, size_k = call.q.longest, call.k.longest
-        copied = q * inputs * bool(call.q.tokens.index) + k * of_keys * bool(call.k.tokens.index)
-    else:
-        sides = (call.queries.ranges, call.keys.ranges)
-        size_q, size_k = q, k = [int((end - start).sum()) for start, end, _ in sides]
+        copied = q * (of_queries + 2 * sizes.out_width) * bool(call.q.tokens.index)
+        copied += k * of_keys * bool(call.k.tokens.index)
     summed = size_q * (of_queries + sizes.batch * sizes.heads) * FLOAT32
     if (shared := sizes.heads // sizes.kv_heads) > 1:
         summed += size_k * of_keys * shared * (FLOAT32 if packed else element)
-    return q * of_queries * element, k * of_keys * element, copied * element, summed
+    return q * of_queries * element, k * of_keys * element, copied * element + summed
 
 
 def _total(buffers: dict[str, int]) -> int:

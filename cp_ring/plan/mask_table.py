@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.plan.proof import overlapping
+from cp_ring.plan.proof import overlapping, sums_of
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
     digest,
-    expand,
     integer,
     integers,
     runs,
@@ -175,9 +174,11 @@ class MaskTable:
         start, position = self.segments
         breaks = np.append(True, np.diff(position - start) != 0)
         runs = np.stack([start, position])[:, breaks]
-        return digest(
-            f"{self.n} {_sum_of_pairs(self.n, self.pieces.trimmed())} ".encode(), runs.tobytes()
-        )
+        # The sum of the numbers of all pairs, modulo 2^64: that of the query times that of the key.
+        # It does not depend on how the pairs are cut into pieces.
+        queries, keys = _numbers_of(self.n)
+        pairs = int((queries * sums_of(self.pieces.trimmed().data, 0, 0, keys, self.n)).sum())
+        return digest(f"{self.n} {pairs} ".encode(), runs.tobytes())
 
     @property
     def positions(self) -> Ints:
@@ -248,30 +249,12 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
 
 
 @RUNTIME.cache(maxsize=4)
-def _random_sums(n: int) -> Sequence[NDArray[np.uint64]]:
-    """Return a random number for each query, and the running sums of these and of one for each key,
-    uint64 [n], [n + 1] and [n + 1]. They are the same on all ranks.
+def _numbers_of(n: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return a random number for each query, and the running sums of those of keys. They are the
+    same on all ranks.
     """
     queries, keys = (np.random.PCG64(seed).random_raw(n) for seed in (1, 2))
-    sums = [np.cumsum(np.append(np.uint64(0), x), dtype=np.uint64) for x in (queries, keys)]
-    return [queries, *sums]
-
-
-def _sum_of_pairs(n: int, pieces: Tiles) -> int:
-    """Return the sum, modulo 2^64, of the numbers of all pairs of disjoint pieces. It does not
-    depend on how the pairs are cut into pieces. The number of a pair is that of the query times
-    that of the key.
-    """
-    of_query, queries, keys = _random_sums(n)
-    q0, q1, k0, k1, lo, hi = pieces.data
-    # The left side slopes from query `left` on, the right side before query `right`.
-    left, right = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
-    total = (queries[q1] - queries[right]) * keys[k1] - (queries[left] - queries[q0]) * keys[k0]
-    slopes = []
-    for first, end, shift in ((q0, right, hi + 1), (left, q1, lo)):
-        which, query = expand(first, end - first)
-        slopes.append((of_query[query] * keys[query + shift[which]]).sum(keepdims=True))
-    return int(np.concatenate([total, slopes[0] - slopes[1]]).sum())
+    return queries, np.cumsum(np.append(np.uint64(0), keys), dtype=np.uint64)
 
 
 def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints:

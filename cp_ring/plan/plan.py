@@ -248,8 +248,8 @@ class Plan:
                 check_moves(Moves.gathered(layout, members, one), layout, members, member=one)
         proven = report(self.ring, verify(self.ring, num_slots, axis))
         self._proven.add(None)
-        every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
-        for own in [*every, executed] if executed else every:
+        every = map(self.rank_plan, range(self.cp if rank_plans else 0))
+        for own in (*every, *([executed] if executed else [])):
             self._verify_part(own, num_slots, axis)
         return proven
 

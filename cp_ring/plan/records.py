@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,11 +201,7 @@ class Hops(Sequence[Hop]):
     def __len__(self) -> int:
         return len(self._live)
 
-    @overload
-    def __getitem__(self, place: int) -> Hop: ...
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Hop, ...]: ...
-    def __getitem__(self, place: int | slice) -> Hop | tuple[Hop, ...]:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return tuple(self[i] for i in range(len(self))[place])
         index = self._live[place]

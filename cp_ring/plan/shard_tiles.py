@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ring.plan.ranges import Ints, overlaps
 from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
+from cp_ring.plan.tiles import OPEN, Tiles, coalesce, cut, split_at_edges
 
 if TYPE_CHECKING:
     from cp_ring.plan.layout import Layout
@@ -31,9 +31,7 @@ def shard_tiles(
     """
     edges, owner, cp = layout.edges, layout.owner, layout.cp
     slide = layout.starts - edges[:-1]
-    piece, chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
-    parts = pieces[piece].within(edges[chunk], edges[chunk + 1])
-    parts, piece, chunk = parts.living(piece, chunk)
+    parts, piece, chunk = cut(pieces, edges)
     parts = parts.shifted(slide[chunk], 0)
     # A piece in many chunks gives a part for each rank, if all its queries see the same keys.
     many = np.bincount(piece)[piece] > 4 * cp

@@ -251,6 +251,16 @@ def _fit(data: Ints) -> Ints:
     return data
 
 
+def cut(tiles: Tiles, edges: Ints, keys: bool = False) -> tuple[Tiles, Ints, Ints]:
+    """Cut the queries of tiles, or their keys, at chunk edges: (parts, the tile of each, the chunk
+    of each).
+    """
+    tile, chunk = overlaps(*tiles.data[2 * keys :][:2], edges[:-1], edges[1:])
+    ends = edges[chunk], edges[chunk + 1]
+    parts = tiles[tile].within(-OPEN, OPEN, *ends) if keys else tiles[tile].within(*ends)
+    return parts.living(tile, chunk)
+
+
 def split_at_edges(
     pieces: Tiles, edges: Ints, key_edges: Ints | None = None
 ) -> tuple[Tiles, Ints, Ints]:
@@ -258,13 +268,9 @@ def split_at_edges(
 
     Queries are cut at `edges`, keys at `key_edges`, which are by default the same.
     """
-    key_edges = edges if key_edges is None else key_edges
-    piece, query_chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
-    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1])
-    parts, query_chunk = parts.living(query_chunk)
-    part, key_chunk = overlaps(parts.k0, parts.k1, key_edges[:-1], key_edges[1:])
-    tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
-    return tiles.living(query_chunk[part], key_chunk)
+    parts, _, chunk = cut(pieces, edges)
+    tiles, part, key_chunk = cut(parts, edges if key_edges is None else key_edges, keys=True)
+    return tiles, chunk[part], key_chunk
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
