@@ -68,7 +68,7 @@ class _Sum:
 
     def __init__(self, updates: Sequence[Segments], tokens: int, width: int, element: int):
         self.updates, self.whole = deque(updates), tokens * width * element
-        self.width, self.wide = width, element == FLOAT32
+        self.wide = 0 if element == FLOAT32 else width * FLOAT32
         self.waiting: list[int] = []
         self.running = self.result = 0
 
@@ -77,11 +77,10 @@ class _Sum:
         self.waiting.append(size)
         update = self.updates[0]
         if len(self.waiting) == update.parts:
-            if update.whole or update.ends or self.wide:
+            if update.whole or update.ends or not self.wide:
                 self.result = self.whole
-            if update.stays and not self.wide:
-                kept = update.kept.stop - update.kept.start
-                self.running = kept * self.width * FLOAT32
+            if update.stays:
+                self.running = (update.kept.stop - update.kept.start) * self.wide
             self.waiting = []
             self.updates.popleft()
 
@@ -89,18 +88,17 @@ class _Sum:
 def _most(part: RankPlan, sizes: AttentionSizes) -> dict[str, int]:
     """Return the buffers of a rank's backward pass when they are most."""
     tokens, width, (of_keys, of_gradients) = part.num_tokens, sizes.key_width, sizes.on_wire()
-    shared = sizes.heads > sizes.kv_heads
-    work = work_of(part, KERNEL, torch.device("cpu"), backward=True, few_keys=shared)
+    few = sizes.heads > sizes.kv_heads
+    work = work_of(part, KERNEL, torch.device("cpu"), backward=True, few_keys=few)
     dq = _Sum(work.queries, tokens, sizes.query_width, sizes.element)
     of_own = FLOAT32 if sizes.codec.latent else sizes.element
     home = _Sum(work.keys[0], tokens, width, of_own)
-    now, most, arriving = dict[str, int](), dict[str, int](), [False][:0]
+    now, most, arriving = dict[str, int](), dict[str, int](), list[int]()
     order = message_order(part, 2, backward=True)
     for place, (hop, _, _, ahead) in enumerate(order):
-        here, sums = home, [dq, home]
+        sums = [dq, home]
         if hop.index:
-            here = _Sum(work.keys[hop.index], hop.num_grads, width, sizes.wire_element)
-            sums.append(here)
+            sums.append(_Sum(work.keys[hop.index], hop.num_grads, width, sizes.wire_element))
         posted = sum(turn.hop.num_keys for turn in order[place:ahead] if turn.slot)
         now["keys and values: slots"] = posted * of_keys
         if not sizes.codec.plain:
@@ -112,11 +110,11 @@ def _most(part: RankPlan, sizes: AttentionSizes) -> dict[str, int]:
             now["dq, dk, dv: results and sums"] = held + of_queries + of_hop
             most = max(most, dict(now), key=_total)
             dq.add(of_queries)
-            here.add(of_hop)
+            sums[-1].add(of_hop)
         for elsewhere in arriving:
-            (here if elsewhere else home).add(0)
-        arriving = [transfer.buffer > 0 for transfer, _ in hop.arrivals]
-        leaving = here.result if hop.index else 0
+            sums[-1 if elsewhere else 1].add(0)
+        arriving = [transfer.buffer for transfer, _ in hop.arrivals]
+        leaving = sum(x.result for x in sums[2:])
         now["dk, dv that travel"] = hop.num_arriving * of_gradients + leaving
     return most
 
@@ -126,17 +124,17 @@ def _bytes(call: KernelCall, sizes: AttentionSizes) -> tuple[int, int, int]:
     kernel sums up.
     """
     of_queries, of_keys, element = sizes.query_width, sizes.key_width, sizes.element
-    sides, packed = (call.queries.ranges, call.keys.ranges), isinstance(call, PackedCall)
+    sides, copied, of_sum = (call.queries.ranges, call.keys.ranges), 0, element
     size_q, size_k = q, k = [int((end - start).sum()) for start, end, _ in sides]
-    copied = 0
     if isinstance(call, PackedCall):
+        of_sum = FLOAT32
         q, k = (len(side.tokens.tokens()) for side in (call.q, call.k))
         size_q, size_k = call.q.longest, call.k.longest
         copied = q * (of_queries + 2 * sizes.out_width) * bool(call.q.tokens.index)
         copied += k * of_keys * bool(call.k.tokens.index)
     summed = size_q * (of_queries + sizes.batch * sizes.heads) * FLOAT32
     if (shared := sizes.heads // sizes.kv_heads) > 1:
-        summed += size_k * of_keys * shared * (FLOAT32 if packed else element)
+        summed += size_k * of_keys * shared * of_sum
     return q * of_queries * element, k * of_keys * element, copied * element + summed
 
 

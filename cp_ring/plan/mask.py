@@ -400,15 +400,13 @@ class Mask(MaskTable):
         arXiv:2503.09573), the clean half first. Raises `PlanError` if `n` is odd.
         """
         n = stream_length(n)
-        block = _block(block, n)
         if n % 2:
             raise PlanError(
                 f"{n} tokens have no two equal halves, clean and noised: n must be even"
             )
         half = n // 2
-        start = np.arange(0, half, block)
-        end = np.minimum(start + block, half)
-        clean = Tiles.columns(start, end, 0, end)
+        clean = cls.block_causal(half, block).pieces
+        start, end = clean.q0, clean.q1
         before = Tiles.columns(half + start, half + end, 0, start)
         itself = Tiles.columns(start, end, start, end).shifted(half, half)
         pieces = in_order(Tiles.concatenate(clean, before, itself).trimmed())

@@ -21,6 +21,7 @@ from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
     digest,
+    expand,
     integer,
     integers,
     runs,
@@ -196,14 +197,11 @@ class MaskTable:
         """bool [n]: True for tokens without a next token: at the end of a run of positions, or not
         seen by the next token. Padding has no next token.
         """
-        seen = np.zeros(self.n + 1, np.int64)
-        p = self.pieces
-        previous = (p.lo <= -1) & (p.hi >= -1)
-        first, end = np.maximum(p.q0, p.k0 + 1)[previous], np.minimum(p.q1, p.k1 + 1)[previous]
-        some = first < end
-        np.add.at(seen, first[some] - 1, 1)
-        np.add.at(seen, end[some] - 1, -1)
-        last = np.cumsum(seen)[:-1] == 0
+        data = self.pieces.data.copy()
+        np.maximum(data[4], -1, out=data[4])
+        np.minimum(data[5], -1, out=data[5])
+        seen, last = Tiles(data).trimmed(), np.ones(self.n, bool)
+        last[expand(seen.k0, seen.k1 - seen.k0)[1]] = False
         last[self.segments[0][1:] - 1] = True
         return last
 

@@ -147,8 +147,7 @@ class Hop:
     rank's own shard, and nothing is received.
 
     Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer.
-    `sources` are the ranks whose keys, or gradients of keys, lie in the hop's buffers, in this
-    order; there are none if the hop only sends. A tile may span the keys of several sources.
+    A tile may span the keys of several ranks.
 
     Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's
     gradient buffer of `num_grads` tokens. After the hop is computed, `grad_sends` leave from that
@@ -157,7 +156,6 @@ class Hop:
     """
 
     index: int
-    sources: tuple[int, ...]
     tiles: Tiles
     num_keys: int
     receives: tuple[Transfer, ...]

@@ -201,14 +201,14 @@ class Tiles:
         """
         low, high = int(self.q0.min(initial=OPEN)), int(self.q1.max(initial=0))
         block, total = min(128, max((high - low) // 8, 1)), self.area().sum()
-        blocks = range(low // block + 1, -(-high // block))
+        cuts = range((low // block + 1) * block, high, block)
 
-        def beyond(i: int) -> int:
-            return 2 * int(self.within(q1=i * block).area().sum()) - int(total)
+        def beyond(cut: int) -> int:
+            return 2 * int(self.within(q1=cut).area().sum()) - int(total)
 
-        place = bisect_left(blocks, 0, key=beyond)
-        near = blocks[max(place - 1, 0) : place + 1]
-        query = min(near, key=lambda i: abs(beyond(i))) * block if near else high
+        place = bisect_left(cuts, 0, key=beyond)
+        near = cuts[max(place - 1, 0) : place + 1]
+        query = min(near, key=lambda cut: abs(beyond(cut)), default=high)
         parts = self.within(q1=query), self.within(q0=query)
         return [part.living(np.arange(len(part))) for part in parts]
 

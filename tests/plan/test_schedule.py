@@ -51,9 +51,7 @@ def test_hops_follow_bytes_and_work(mask, hops):
         assert report.keys_in.max() <= most * report.tokens_per_rank.max()
     for rank in range(8):  # a rank that plans alone takes the same hops
         alone = PlanSpec(layout).build_rank_plan(mask, 8, rank)
-        assert [hop.sources for hop in alone.hops] == [
-            hop.sources for hop in plan.rank_plan(rank).hops
-        ]
+        assert repr(alone.hops) == repr(plan.rank_plan(rank).hops)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,7 @@ def test_a_ring_of_many_members_takes_one_hop_for_short_documents():
     plan.verify()
     for rank in (0, 77, 159):
         alone = PlanSpec(layout).build_rank_plan(mask, cp, rank)
-        hops = [hop.sources for hop in plan.rank_plan(rank).hops]
-        assert [hop.sources for hop in alone.hops] == hops
+        assert repr(alone.hops) == repr(plan.rank_plan(rank).hops)
     assert Plan.build(Mask.causal(n), Layout.zigzag(n, cp)).schedule == auto(cp)
     giant = Mask.documents([0, *range(n - 160 * 20, n, 40), n])
     assert Plan.build(giant, Layout.zigzag(n, cp)).schedule == auto(cp)
