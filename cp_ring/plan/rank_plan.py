@@ -71,16 +71,11 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             grad_receives=grad_receives(index),
         )
 
-    hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
+    hops, pieces = Hops(make, np.unique(np.concatenate(every)).tolist()), len(plan.mask.pieces)
     return RankPlan(
         rank, cp, int(keys.sizes[0]), hops, layout.rows, identity(plan), pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )  # fmt: skip
-
-
-def _numbers(*lists: Ints | list[int]) -> Ints:
-    """Return the distinct numbers in ascending order; none may be negative."""
-    return np.flatnonzero(np.bincount(np.concatenate(lists)))
 
 
 def _own_tiles(
@@ -94,13 +89,10 @@ def _own_tiles(
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
-    far = ring_distance(rank, source, plan.cp)
     slide = keys.slide(source, tiles.k0)
     shift = grads.slide(source, tiles.k0) - slide
     tiles = tiles.shifted(0, slide)
-    several = np.zeros(int(hop.max(initial=0)) + 1, bool)
-    several[hop[1:][(hop[1:] == hop[:-1]) & (far[1:] != far[:-1])]] = True
-    join = several[hop]
+    join = (np.bincount(plan.schedule) > 1)[hop]
     if not join.any():
         return tiles, hop, shift
     places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)

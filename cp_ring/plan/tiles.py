@@ -116,8 +116,7 @@ class Tiles:
         data[0:2] += queries
         data[2:4] += keys
         slide = np.asarray(keys) - np.asarray(queries)
-        np.add(data[4], slide, out=data[4], where=data[4] != -OPEN)
-        np.add(data[5], slide, out=data[5], where=data[5] != OPEN)
+        np.add(data[4:], slide, out=data[4:], where=np.abs(data[4:]) != OPEN)
         return Tiles(data)
 
     @classmethod
@@ -133,10 +132,8 @@ class Tiles:
         """Make tiles from their columns. Each is int64 [count]; all but `q1` may be one number for
         all tiles.
         """
-        data = np.empty((6, len(q1)), np.int64)
-        for numbers, column in zip(data, (q0, q1, k0, k1, lo, hi), strict=True):
-            numbers[:] = column
-        return cls(data)
+        columns = np.broadcast_arrays(q0, q1, k0, k1, lo, hi)
+        return cls(np.array(columns, np.int64))
 
     @classmethod
     def concatenate(cls, *tables: Tiles) -> Tiles:
@@ -154,10 +151,9 @@ class Tiles:
         `q0 >= q1`.
         """
         data = self.data.copy()
-        np.maximum(data[0], q0, out=data[0])
-        np.minimum(data[1], q1, out=data[1])
-        np.maximum(data[2], k0, out=data[2])
-        np.minimum(data[3], k1, out=data[3])
+        for row, start, end in ((0, q0, q1), (2, k0, k1)):
+            np.maximum(data[row], start, out=data[row])
+            np.minimum(data[row + 1], end, out=data[row + 1])
         return Tiles(_fit(data))
 
     def fitted(self) -> Tiles:
@@ -185,12 +181,12 @@ class Tiles:
 
     def area(self) -> Ints:
         """Return the exact number of allowed (query, key) pairs of each tile, int64."""
-        full = (self.q1 - self.q0) * (self.k1 - self.k0)
+        height, width = self.q1 - self.q0, self.k1 - self.k0
         # Pairs above the band (k - q > hi) and below it (k - q < lo) are triangles with a corner
         # cut off.
-        above = _corner(self.q1 - self.q0, self.k1 - self.k0, self.k1 - 1 - self.q0 - self.hi)
-        below = _corner(self.q1 - self.q0, self.k1 - self.k0, self.lo - (self.k0 - (self.q1 - 1)))
-        return full - above - below
+        above = _corner(height, width, self.k1 - 1 - self.q0 - self.hi)
+        below = _corner(height, width, self.lo - (self.k0 - (self.q1 - 1)))
+        return height * width - above - below
 
     def halves(self) -> list[tuple[Tiles, Ints]]:
         """Split the tiles at one query into two parts with about half of the pairs each.
@@ -307,7 +303,7 @@ def _unions(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Ints, Tiles
     first = np.flatnonzero(near & (group[:-1] == group[1:]))
     pair = tiles[first], tiles[first + 1]
     low, high = (way(*(part.data for part in pair)) for way in (np.minimum, np.maximum))
-    hulls = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
+    hulls = Tiles(np.where(np.array([[0, 1, 0, 1, 1, 0]]).T, high, low))
     whole = np.flatnonzero(np.all([_is_part(hulls, part, along_queries) for part in pair], axis=0))
     return first[whole], hulls[whole]
 
