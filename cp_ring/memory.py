@@ -32,10 +32,10 @@ FLOAT32 = 4
 
 
 def memory(plan: Plan, sizes: AttentionSizes) -> dict[str, int]:
-    """Return `rank_memory` of the rank that needs most, of the four that receive most keys."""
+    """Return `rank_memory` of the rank that needs most, of the eight that receive most keys."""
     keys = plan.ring.transfers
-    received = np.bincount(keys.receiver, keys.tokens, plan.ring.cp)
-    ranks = np.argsort(-received, kind="stable")[:4] * plan.ulysses
+    received = -np.bincount(keys.receiver, keys.tokens, plan.ring.cp)
+    ranks = received.argsort(kind="stable")[:8] * plan.ulysses
     return max((rank_memory(plan, rank, sizes) for rank in ranks.tolist()), key=_total)
 
 
@@ -57,8 +57,8 @@ def rank_memory(plan: Plan, rank: int, sizes: AttentionSizes) -> dict[str, int]:
         # While the first group computes, the gradients of the next one arrive.
         buffers["kept: out of all heads"] = out
         buffers["gradients of out of the heads"] = min(3, 2 * groups - 1) * out // groups
-    group = replace(own, heads=own.heads // groups, kv_heads=own.kv_heads // groups)
-    return buffers | _most(part, group)
+    own = replace(own, heads=own.heads // groups, kv_heads=own.kv_heads // groups)
+    return buffers | _most(part, own)
 
 
 class _Sum:
@@ -88,19 +88,18 @@ class _Sum:
 def _most(part: RankPlan, sizes: AttentionSizes) -> dict[str, int]:
     """Return the buffers of a rank's backward pass when they are most."""
     tokens, width, (of_keys, of_gradients) = part.num_tokens, sizes.key_width, sizes.on_wire()
-    few = sizes.heads > sizes.kv_heads
-    work = work_of(part, KERNEL, torch.device("cpu"), backward=True, few_keys=few)
+    work = work_of(part, KERNEL, torch.device("cpu"), True, sizes.heads > sizes.kv_heads)
     dq = _Sum(work.queries, tokens, sizes.query_width, sizes.element)
-    of_own = FLOAT32 if sizes.codec.latent else sizes.element
-    home = _Sum(work.keys[0], tokens, width, of_own)
-    now, most, arriving = dict[str, int](), dict[str, int](), list[int]()
+    home = _Sum(work.keys[0], tokens, width, FLOAT32 if sizes.codec.latent else sizes.element)
+    arriving: list[int] = []
+    now, most = dict[str, int](), dict[str, int]()
     order = message_order(part, 2, backward=True)
     for place, (hop, _, _, ahead) in enumerate(order):
         sums = [dq, home]
         if hop.index:
             sums.append(_Sum(work.keys[hop.index], hop.num_grads, width, sizes.wire_element))
-        posted = sum(turn.hop.num_keys for turn in order[place:ahead] if turn.slot)
-        now["keys and values: slots"] = posted * of_keys
+        posted = [turn.hop.num_keys for turn in order[place:ahead] if turn.slot]
+        now["keys and values: slots"] = sum(posted) * of_keys
         if not sizes.codec.plain:
             decoded = hop.num_keys * width * sizes.element
             now["keys and values, encoded and decoded"] = tokens * of_keys + decoded
@@ -114,8 +113,8 @@ def _most(part: RankPlan, sizes: AttentionSizes) -> dict[str, int]:
         for elsewhere in arriving:
             sums[-1 if elsewhere else 1].add(0)
         arriving = [transfer.buffer for transfer, _ in hop.arrivals]
-        leaving = sum(x.result for x in sums[2:])
-        now["dk, dv that travel"] = hop.num_arriving * of_gradients + leaving
+        now["dk, dv that arrive"] = hop.num_arriving * of_gradients
+        now["dk, dv that leave"] = sum(x.result for x in sums[2:])
     return most
 
 
@@ -124,8 +123,8 @@ def _bytes(call: KernelCall, sizes: AttentionSizes) -> tuple[int, int, int]:
     kernel sums up.
     """
     of_queries, of_keys, element = sizes.query_width, sizes.key_width, sizes.element
-    sides, copied, of_sum = (call.queries.ranges, call.keys.ranges), 0, element
-    size_q, size_k = q, k = [int((end - start).sum()) for start, end, _ in sides]
+    copied, of_sum = 0, element
+    size_q, size_k = q, k = [int(np.diff(x.ranges[:2].T).sum()) for x in (call.queries, call.keys)]
     if isinstance(call, PackedCall):
         of_sum = FLOAT32
         q, k = (len(side.tokens.tokens()) for side in (call.q, call.k))

@@ -82,15 +82,10 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     tiles, parent = tiles.fitted().living(np.arange(len(tiles)))
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent)
-    return Lowered(tiles, parent, band_kinds(tiles))
-
-
-def band_kinds(tiles: Tiles) -> Ints:
-    """Return FULL, CAUSAL, REVERSED or BAND for each tile, int64 [tiles]."""
     square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
     diagonal = tiles.k0 - tiles.q0
     no_left, no_right = tiles.lo == -OPEN, tiles.hi == OPEN
-    return np.select(
+    kind = np.select(
         [
             no_left & no_right,
             square & no_left & (tiles.hi == diagonal),
@@ -99,6 +94,7 @@ def band_kinds(tiles: Tiles) -> Ints:
         [FULL, CAUSAL, REVERSED],
         BAND,
     )
+    return Lowered(tiles, parent, kind)
 
 
 def _flatten(tiles: Tiles, parent: Ints) -> tuple[Tiles, Ints]:
@@ -140,15 +136,13 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints) -> tuple[Tiles, Ints]:
     both = slopes < levels
     width, blocks = hi - lo, (hi - lo + 1) // BLOCK * BLOCK
     height = np.where(blocks > 0, blocks, np.maximum(width, 1))
-    parts: list[tuple[Ints, Ints, Ints]] = []
-    for index in range(3):
-        start, end = cuts[index], cuts[index + 1]
-        size = np.where(both & (index == 1), height, np.maximum(end - start, 1))
-        count = -(-(end - start) // size)
-        which, number = expand(np.zeros_like(count), count)
-        first = start[which] + number * size[which]
-        parts.append((which, first, np.minimum(first + size[which], end[which])))
-    which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))
+    size = np.maximum(np.diff(cuts, axis=0), 1)
+    size[1, both] = height[both]
+    start, end, size = (x.reshape(-1) for x in (cuts[:-1], cuts[1:], size))
+    which, number = expand(np.zeros_like(start), -(-(end - start) // size))
+    first = start[which] + number * size[which]
+    last = np.minimum(first + size[which], end[which])
+    which %= len(tiles)
     return tiles[which].within(first, last), parent[which]
 
 

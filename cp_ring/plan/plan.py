@@ -107,7 +107,6 @@ class PlanSpec:
 
         Raises `PlanError` as `build` does, and if there is no such rank.
         """
-        check_rank(rank, cp)
         return self.build(mask, cp, rank).proven_part(rank)
 
 

@@ -208,7 +208,7 @@ class Hops(Sequence[Hop]):
             self._made.setdefault(index, self._make(index))
         return self._made[index]
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:
+    def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
 
     def __repr__(self) -> str:

@@ -69,7 +69,7 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints, Ints]:
     """
     layout, rank, source = plan.layout, plan.tile_rank, plan.tile_source
     on_axis = plan.tiles.shifted(layout.first[rank], layout.first[source])
-    tiles, *chunks = split_at_edges(on_axis, layout.axis)
+    tiles, *chunks = split_at_edges(on_axis, layout.axis, layout.axis)
     slide, owner = layout.edges[layout.order] - layout.axis[:-1], layout.owner[layout.order]
     rank, source = (owner[chunk] for chunk in chunks)
     hop = np.array(plan.schedule)[ring_distance(rank, source, plan.cp)]

@@ -251,21 +251,19 @@ def cut(tiles: Tiles, edges: Ints, keys: bool = False) -> tuple[Tiles, Ints, Int
     """Cut the queries of tiles, or their keys, at chunk edges: (parts, the tile of each, the chunk
     of each).
     """
-    tile, chunk = overlaps(*tiles.data[2 * keys :][:2], edges[:-1], edges[1:])
+    start, end = tiles.data[2 * keys :][:2]
+    tile, chunk = overlaps(start, end, edges[:-1], edges[1:])
     ends = edges[chunk], edges[chunk + 1]
     parts = tiles[tile].within(-OPEN, OPEN, *ends) if keys else tiles[tile].within(*ends)
     return parts.living(tile, chunk)
 
 
-def split_at_edges(
-    pieces: Tiles, edges: Ints, key_edges: Ints | None = None
-) -> tuple[Tiles, Ints, Ints]:
-    """Cut the pieces of a mask at chunk edges: (tiles, query chunk of each, key chunk of each).
-
-    Queries are cut at `edges`, keys at `key_edges`, which are by default the same.
+def split_at_edges(pieces: Tiles, edges: Ints, key_edges: Ints) -> tuple[Tiles, Ints, Ints]:
+    """Cut the pieces of a mask at chunk edges, queries at `edges` and keys at `key_edges`: (tiles,
+    query chunk of each, key chunk of each).
     """
     parts, _, chunk = cut(pieces, edges)
-    tiles, part, key_chunk = cut(parts, edges if key_edges is None else key_edges, keys=True)
+    tiles, part, key_chunk = cut(parts, key_edges, keys=True)
     return tiles, chunk[part], key_chunk
 
 

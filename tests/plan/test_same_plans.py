@@ -164,8 +164,8 @@ def _bytes(plan):
 def _sources(ring, rank, hop):
     """The ranks whose keys, or gradients of keys, lie in the hop's buffers, the nearest first."""
     tables = ring.transfers.where("receiver", rank), ring.gradients.where("sender", rank)
-    owners = [rows.owner[rows.hop == hop] for rows in tables] + [[rank]] * (hop == 0)
-    far = np.unique((rank - np.concatenate(owners).astype(int)) % ring.cp)
+    far = [(rank - rows.owner[rows.hop == hop]) % ring.cp for rows in tables]
+    far = np.unique(np.concatenate([*far, [0] * (hop == 0)])).astype(int)
     return tuple(((rank - far) % ring.cp).tolist())
 
 
