@@ -86,7 +86,7 @@ ROOMS = (
     room("corpus", 1_500, 1_470, "cp_ring/tools/corpus.py"),
     room("plan", 3_000, 3_680, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
     room("draw", 1_800, 1_870, "cp_ring/tools/draw.py"),
-    room("tune", 7_000, 8_170, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
+    room("tune", 7_000, 8_120, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
     room("doctor", 1_200, 1_240, "cp_ring/tools/doctor.py"),
     room("bench", 3_000, 3_180, """cp_ring/tools/bench.py cp_ring/tools/bench_accuracy.py
         cp_ring/tools/bench_attention.py cp_ring/tools/bench_host.py"""),
