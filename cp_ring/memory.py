@@ -5,7 +5,7 @@ It walks over the calls that the executor makes, and keeps the books of the hop 
 and of its messages (`cp_ring.hop_loop`, `cp_ring.ops.totals`, `cp_ring.comm`). Kernels are
 TransformerEngine's: cuDNN sums up dq in float32, and holds dk and dv for each query head if query
 heads share them. Its packed calls hold these in float32 too, for as many tokens as the class of
-their size has.
+their size has. Deterministic calls, and those of an A100, hold more.
 """
 
 from __future__ import annotations
