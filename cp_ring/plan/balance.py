@@ -211,7 +211,7 @@ def chunk_work(layers: Layers, edges: Ints) -> Ints:
     """Return the allowed pairs of each chunk's queries, summed over layers, int64 [chunks]."""
     work = np.zeros(len(edges) - 1, np.int64)
     for mask, count in layers:
-        tiles, chunk, _ = split_at_edges(mask.pieces, edges, key_edges=np.array([0, mask.n]))
+        tiles, chunk, _ = split_at_edges(mask.pieces, edges, np.array([0, mask.n]))
         work += count * np.bincount(chunk, tiles.area(), len(work)).astype(np.int64)
     return work
 

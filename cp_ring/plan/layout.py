@@ -18,7 +18,7 @@ equal tokens on all ranks besides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -208,14 +208,8 @@ class Layout:
             raise PlanError(f"heads={size}: it must divide the {self.cp} context-parallel ranks")
         member = self.owner // size
         first = runs(member[1:] != member[:-1], len(member))[0]
-        return Layout(
-            self.n,
-            self.cp // size,
-            np.append(self.edges[first], self.n),
-            member[first],
-            self.name,
-            self.rows,
-        )
+        edges = np.append(self.edges[first], self.n)
+        return replace(self, cp=self.cp // size, edges=edges, owner=member[first])
 
     @cached_property
     def digest(self) -> str:
@@ -269,9 +263,7 @@ class Layout:
 
         Raises `PlanError` if there is no such rank.
         """
-        return np.concatenate(
-            [np.arange(start, end) for start, end in self.ranges(rank)] or [np.empty(0, np.int64)]
-        )
+        return np.concatenate([self.edges[:0], *(np.arange(*ends) for ends in self.ranges(rank))])
 
     def shard(self, x: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """The rank's part of a whole tensor along `dim`. Raises `PlanError` if `dim` does not hold

@@ -9,6 +9,7 @@ order are reversed. Native bands and varlen calls are faster, but not required.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,15 +82,10 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     tiles, parent = tiles.fitted().living(np.arange(len(tiles)))
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent)
-    return Lowered(tiles, parent, band_kinds(tiles))
-
-
-def band_kinds(tiles: Tiles) -> Ints:
-    """Return FULL, CAUSAL, REVERSED or BAND for each tile, int64 [tiles]."""
     square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
     diagonal = tiles.k0 - tiles.q0
     no_left, no_right = tiles.lo == -OPEN, tiles.hi == OPEN
-    return np.select(
+    kind = np.select(
         [
             no_left & no_right,
             square & no_left & (tiles.hi == diagonal),
@@ -98,6 +94,7 @@ def band_kinds(tiles: Tiles) -> Ints:
         [FULL, CAUSAL, REVERSED],
         BAND,
     )
+    return Lowered(tiles, parent, kind)
 
 
 def _flatten(tiles: Tiles, parent: Ints) -> tuple[Tiles, Ints]:
@@ -139,15 +136,13 @@ def _cut_at_slopes(tiles: Tiles, parent: Ints) -> tuple[Tiles, Ints]:
     both = slopes < levels
     width, blocks = hi - lo, (hi - lo + 1) // BLOCK * BLOCK
     height = np.where(blocks > 0, blocks, np.maximum(width, 1))
-    parts: list[tuple[Ints, Ints, Ints]] = []
-    for index in range(3):
-        start, end = cuts[index], cuts[index + 1]
-        size = np.where(both & (index == 1), height, np.maximum(end - start, 1))
-        count = -(-(end - start) // size)
-        which, number = expand(np.zeros_like(count), count)
-        first = start[which] + number * size[which]
-        parts.append((which, first, np.minimum(first + size[which], end[which])))
-    which, first, last = (np.concatenate(column) for column in zip(*parts, strict=True))
+    size = np.maximum(np.diff(cuts, axis=0), 1)
+    size[1, both] = height[both]
+    start, end, size = (x.reshape(-1) for x in (cuts[:-1], cuts[1:], size))
+    which, number = expand(np.zeros_like(start), -(-(end - start) // size))
+    first = start[which] + number * size[which]
+    last = np.minimum(first + size[which], end[which])
+    which %= len(tiles)
     return tiles[which].within(first, last), parent[which]
 
 
@@ -168,21 +163,16 @@ def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
     right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner)
     one_window = np.stack([lowered.kind, left, right])
     one_window[1:, lowered.reverse] = 0
-    kinds, full = list(map(tuple, one_window.T.tolist())), (lowered.kind == FULL).tolist()
-    queries, keys = (list(map(tuple, tiles.data[rows].T.tolist())) for rows in ([0, 1], [2, 3]))
-    sequences: list[list[int]] = []
-    last = None
-    for index in np.lexsort((tiles.k0, tiles.q1, tiles.q0, *one_window)).tolist():
-        same = (kinds[index], queries[index]) if full[index] else None
-        if same is None or same != last:
-            sequences.append([])
-        sequences[-1].append(index)
-        last = same
+    kinds, spans = list(map(tuple, one_window.T.tolist())), tiles.data.T.tolist()
+
+    def alike(index: int) -> tuple[int, ...]:
+        return *kinds[index], *spans[index][:2], index * (kinds[index][0] != FULL)
+
     calls: dict[tuple[int, ...], list[_Call]] = {}
-    for sequence in sequences:
-        (q0, q1), of_kind = queries[sequence[0]], calls.setdefault(kinds[sequence[0]], [])
-        spans = (keys[index] for index in sequence)
-        bits = sum((1 << end) - (1 << start) for start, end in spans)
+    order = np.lexsort((tiles.k0, tiles.q1, tiles.q0, *one_window)).tolist()
+    for (*kind, q0, q1, _), group in groupby(order, alike):
+        sequence, of_kind = list(group), calls.setdefault(tuple(kind), [])
+        bits = sum((1 << spans[index][3]) - (1 << spans[index][2]) for index in sequence)
         call = next((call for call in of_kind if q0 >= call.end and not bits & call.keys), None)
         if call is None:
             of_kind.append(call := _Call())

@@ -111,13 +111,12 @@ class Mask(MaskTable):
                 f"{len(queries)} q_ranges, {len(keys)} k_ranges and {len(kinds)} types: give one "
                 "of each for each slice, or one type for all"
             )
-        pieces = []
-        for (q0, q1), (k0, k1), kind in zip(queries.tolist(), keys.tolist(), kinds, strict=True):
-            number = _number_of(kind)
-            lo, hi = k0 - q0 if number & 2 else -OPEN, k1 - q1 if number & 1 else OPEN
-            pieces.append((q0, q1, k0, k1, lo, hi))
-        n = int(max(queries.max(initial=0), keys.max(initial=0))) if n is None else n
-        return cls.from_pieces(n, pieces, "ranges")
+        (q0, q1), (k0, k1) = queries.T, keys.T
+        number = np.array([_number_of(kind) for kind in kinds], np.int64)
+        lo, hi = np.where(number & 2, k0 - q0, -OPEN), np.where(number & 1, k1 - q1, OPEN)
+        pieces = np.stack([q0, q1, k0, k1, lo, hi], 1)
+        n = int(pieces[:, :4].max(initial=0)) if n is None else n
+        return cls.from_pieces(n, pieces.tolist(), "ranges")
 
     @classmethod
     def full(cls, n: int, window: tuple[int, int] = (-1, -1)) -> Mask:
@@ -380,7 +379,9 @@ class Mask(MaskTable):
         first token of each. Raises `PlanError` for blocks below 1 and as `documents` does.
         """
         starts, ends, n = _documents_or_one(cu_seqlens, n)
-        block = _block(block, n)
+        if integer(block, "block") < 1:
+            raise PlanError(f"blocks of {block} tokens: they must have at least 1")
+        block = min(int(block), n)
         document, number = expand(np.zeros_like(starts), -(-(ends - starts) // block))
         first = starts[document]
         start = first + number * block
@@ -400,15 +401,13 @@ class Mask(MaskTable):
         arXiv:2503.09573), the clean half first. Raises `PlanError` if `n` is odd.
         """
         n = stream_length(n)
-        block = _block(block, n)
         if n % 2:
             raise PlanError(
                 f"{n} tokens have no two equal halves, clean and noised: n must be even"
             )
         half = n // 2
-        start = np.arange(0, half, block)
-        end = np.minimum(start + block, half)
-        clean = Tiles.columns(start, end, 0, end)
+        clean = cls.block_causal(half, block).pieces
+        start, end = clean.q0, clean.q1
         before = Tiles.columns(half + start, half + end, 0, start)
         itself = Tiles.columns(start, end, start, end).shifted(half, half)
         pieces = in_order(Tiles.concatenate(clean, before, itself).trimmed())
@@ -460,13 +459,6 @@ def _descendants(parent: Ints, start: Ints, end: Ints) -> Ints:
                 runs.append((opened[old], int(token), old))
                 old = parents[old]
     return np.array(runs, np.int64).reshape(-1, 3).T
-
-
-def _block(block: int, n: int) -> int:
-    """Return the block size in tokens, at most the length of the stream."""
-    if integer(block, "block") < 1:
-        raise PlanError(f"blocks of {block} tokens: they must have at least 1")
-    return min(int(block), n)
 
 
 def _documents_or_one(

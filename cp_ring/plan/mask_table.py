@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.plan.proof import overlapping
+from cp_ring.plan.proof import overlapping, sums_of
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -175,9 +175,11 @@ class MaskTable:
         start, position = self.segments
         breaks = np.append(True, np.diff(position - start) != 0)
         runs = np.stack([start, position])[:, breaks]
-        return digest(
-            f"{self.n} {_sum_of_pairs(self.n, self.pieces.trimmed())} ".encode(), runs.tobytes()
-        )
+        # The sum of the numbers of all pairs, modulo 2^64: that of the query times that of the key.
+        # It does not depend on how the pairs are cut into pieces.
+        queries, keys = _numbers_of(self.n)
+        pairs = int((queries * sums_of(self.pieces.trimmed().data, 0, 0, keys, self.n)).sum())
+        return digest(f"{self.n} {pairs} ".encode(), runs.tobytes())
 
     @property
     def positions(self) -> Ints:
@@ -195,14 +197,11 @@ class MaskTable:
         """bool [n]: True for tokens without a next token: at the end of a run of positions, or not
         seen by the next token. Padding has no next token.
         """
-        seen = np.zeros(self.n + 1, np.int64)
-        p = self.pieces
-        previous = (p.lo <= -1) & (p.hi >= -1)
-        first, end = np.maximum(p.q0, p.k0 + 1)[previous], np.minimum(p.q1, p.k1 + 1)[previous]
-        some = first < end
-        np.add.at(seen, first[some] - 1, 1)
-        np.add.at(seen, end[some] - 1, -1)
-        last = np.cumsum(seen)[:-1] == 0
+        data = self.pieces.data.copy()
+        np.maximum(data[4], -1, out=data[4])
+        np.minimum(data[5], -1, out=data[5])
+        seen, last = Tiles(data).trimmed(), np.ones(self.n, bool)
+        last[expand(seen.k0, seen.k1 - seen.k0)[1]] = False
         last[self.segments[0][1:] - 1] = True
         return last
 
@@ -248,30 +247,12 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
 
 
 @RUNTIME.cache(maxsize=4)
-def _random_sums(n: int) -> Sequence[NDArray[np.uint64]]:
-    """Return a random number for each query, and the running sums of these and of one for each key,
-    uint64 [n], [n + 1] and [n + 1]. They are the same on all ranks.
+def _numbers_of(n: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return a random number for each query, and the running sums of those of keys. They are the
+    same on all ranks.
     """
     queries, keys = (np.random.PCG64(seed).random_raw(n) for seed in (1, 2))
-    sums = [np.cumsum(np.append(np.uint64(0), x), dtype=np.uint64) for x in (queries, keys)]
-    return [queries, *sums]
-
-
-def _sum_of_pairs(n: int, pieces: Tiles) -> int:
-    """Return the sum, modulo 2^64, of the numbers of all pairs of disjoint pieces. It does not
-    depend on how the pairs are cut into pieces. The number of a pair is that of the query times
-    that of the key.
-    """
-    of_query, queries, keys = _random_sums(n)
-    q0, q1, k0, k1, lo, hi = pieces.data
-    # The left side slopes from query `left` on, the right side before query `right`.
-    left, right = np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)
-    total = (queries[q1] - queries[right]) * keys[k1] - (queries[left] - queries[q0]) * keys[k0]
-    slopes = []
-    for first, end, shift in ((q0, right, hi + 1), (left, q1, lo)):
-        which, query = expand(first, end - first)
-        slopes.append((of_query[query] * keys[query + shift[which]]).sum(keepdims=True))
-    return int(np.concatenate([total, slopes[0] - slopes[1]]).sum())
+    return queries, np.cumsum(np.append(np.uint64(0), keys), dtype=np.uint64)
 
 
 def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints:

@@ -52,13 +52,6 @@ class PlanSpec:
     slot_shards: int | None = None
     choice: Conditions | None = None
 
-    @property
-    def name(self) -> str:
-        """The name in tables: route, ranks that exchange heads, schedule, as in `heads 4 ring`."""
-        parts = [f"heads {self.ulysses}"] if self.ulysses > 1 else []
-        parts += [self.route] if self.ulysses == 1 or self.route != DEFAULT else []
-        return " ".join([*parts, *([text(self.schedule)] if self.schedule != "auto" else [])])
-
     def layout_of(self, mask: Mask, cp: int) -> Layout:
         """The `Layout` of a mask over `cp` ranks. Raises `PlanError` for an unknown name."""
         layout = self.layout
@@ -114,7 +107,6 @@ class PlanSpec:
 
         Raises `PlanError` as `build` does, and if there is no such rank.
         """
-        check_rank(rank, cp)
         return self.build(mask, cp, rank).proven_part(rank)
 
 
@@ -255,8 +247,8 @@ class Plan:
                 check_moves(Moves.gathered(layout, members, one), layout, members, member=one)
         proven = report(self.ring, verify(self.ring, num_slots, axis))
         self._proven.add(None)
-        every = [self.rank_plan(rank) for rank in range(self.cp)] if rank_plans else []
-        for own in [*every, executed] if executed else every:
+        every = map(self.rank_plan, range(self.cp if rank_plans else 0))
+        for own in (*every, *([executed] if executed else [])):
             self._verify_part(own, num_slots, axis)
         return proven
 

@@ -50,21 +50,17 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     grads = _HopBuffers(layout, rank, plan.gradients.where("sender", rank))
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
-    tiles, tile_hop, grad_shift, tile_far = _own_tiles(plan, rank, keys, grads)
+    tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
     receives = _messages(keys.table, "sender", "receiver", cp, keys)
     sends = _messages(leaving, "receiver", "receiver", cp, keys)
     grad_sends = _messages(grads.table, "receiver", "sender", cp, grads)
     grad_receives = _messages(grads_arriving, "sender", "sender", cp, grads)
     every = (tile_hop, keys.table.hop, leaving.hop, grads.table.hop, grads_arriving.hop)
-    far = (ring_distance(rank, each.table.owner, cp) for each in (keys, grads))
-    distances = _numbers([0], tile_far, *far)
-    hop_of = np.array(plan.schedule)[distances]
 
     def make(index: int) -> Hop:
         own = slice(*np.searchsorted(tile_hop, [index, index + 1]))
         return Hop(
             index=index,
-            sources=tuple(((rank - distances[hop_of == index]) % cp).tolist()),
             tiles=tiles[own],
             num_keys=int(keys.sizes[index]),
             receives=receives(index),
@@ -75,38 +71,30 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             grad_receives=grad_receives(index),
         )
 
-    hops, pieces = Hops(make, _numbers(*every).tolist()), len(plan.mask.pieces)
+    hops, pieces = Hops(make, np.unique(np.concatenate(every)).tolist()), len(plan.mask.pieces)
     return RankPlan(
         rank, cp, int(keys.sizes[0]), hops, layout.rows, identity(plan), pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )  # fmt: skip
 
 
-def _numbers(*lists: Ints | list[int]) -> Ints:
-    """Return the distinct numbers in ascending order; none may be negative."""
-    return np.flatnonzero(np.bincount(np.concatenate(lists)))
-
-
 def _own_tiles(
     plan: PlanTables, rank: int, keys: _HopBuffers, grads: _HopBuffers
-) -> tuple[Tiles, Ints, Ints, Ints]:
-    """Return a rank's tiles with keys counted in the key buffer of their hop, their hops, the shift
-    from there to the gradient buffer, and the distances from which keys come.
+) -> tuple[Tiles, Ints, Ints]:
+    """Return a rank's tiles with keys counted in the key buffer of their hop, their hops, and the
+    shift from there to the gradient buffer.
 
     At hops with several sources, tiles whose keys lie end to end in both buffers are joined into
     one kernel call.
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
-    far = ring_distance(rank, source, plan.cp)
     slide = keys.slide(source, tiles.k0)
     shift = grads.slide(source, tiles.k0) - slide
     tiles = tiles.shifted(0, slide)
-    several = np.zeros(int(hop.max(initial=0)) + 1, bool)
-    several[hop[1:][(hop[1:] == hop[:-1]) & (far[1:] != far[:-1])]] = True
-    join = several[hop]
+    join = (np.bincount(plan.schedule) > 1)[hop]
     if not join.any():
-        return tiles, hop, shift, far
+        return tiles, hop, shift
     places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
     joined, group = coalesce(tiles[join], group.reshape(-1))
     hop, shift = (
@@ -114,7 +102,7 @@ def _own_tiles(
         for x, place in zip((hop, shift), places, strict=True)
     )
     sort = np.argsort(hop, kind="stable")
-    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort], far
+    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort]
 
 
 def _messages(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,8 +147,7 @@ class Hop:
     rank's own shard, and nothing is received.
 
     Tiles: queries are tokens of the rank's shard; keys are tokens of this hop's key buffer.
-    `sources` are the ranks whose keys, or gradients of keys, lie in the hop's buffers, in this
-    order; there are none if the hop only sends. A tile may span the keys of several sources.
+    A tile may span the keys of several ranks.
 
     Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's
     gradient buffer of `num_grads` tokens. After the hop is computed, `grad_sends` leave from that
@@ -157,7 +156,6 @@ class Hop:
     """
 
     index: int
-    sources: tuple[int, ...]
     tiles: Tiles
     num_keys: int
     receives: tuple[Transfer, ...]
@@ -201,11 +199,7 @@ class Hops(Sequence[Hop]):
     def __len__(self) -> int:
         return len(self._live)
 
-    @overload
-    def __getitem__(self, place: int) -> Hop: ...
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Hop, ...]: ...
-    def __getitem__(self, place: int | slice) -> Hop | tuple[Hop, ...]:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return tuple(self[i] for i in range(len(self))[place])
         index = self._live[place]
@@ -214,7 +208,7 @@ class Hops(Sequence[Hop]):
             self._made.setdefault(index, self._make(index))
         return self._made[index]
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[Hop, ...]]]:
+    def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
 
     def __repr__(self) -> str:

@@ -44,8 +44,7 @@ class Report:
     @property
     def share_of_full_ring(self) -> float:
         """The keys that move, as a share of a ring in which every shard visits every rank."""
-        everything = (len(self.work) - 1) * self.n
-        return int(self.keys_in.sum()) / everything if everything else 0.0
+        return int(self.keys_in.sum()) / max((len(self.work) - 1) * self.n, 1)
 
     @property
     def moving_hops(self) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ring.plan.ranges import Ints, overlaps
 from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tiles import OPEN, Tiles, coalesce, split_at_edges
+from cp_ring.plan.tiles import OPEN, Tiles, coalesce, cut, split_at_edges
 
 if TYPE_CHECKING:
     from cp_ring.plan.layout import Layout
@@ -31,9 +31,7 @@ def shard_tiles(
     """
     edges, owner, cp = layout.edges, layout.owner, layout.cp
     slide = layout.starts - edges[:-1]
-    piece, chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
-    parts = pieces[piece].within(edges[chunk], edges[chunk + 1])
-    parts, piece, chunk = parts.living(piece, chunk)
+    parts, piece, chunk = cut(pieces, edges)
     parts = parts.shifted(slide[chunk], 0)
     # A piece in many chunks gives a part for each rank, if all its queries see the same keys.
     many = np.bincount(piece)[piece] > 4 * cp
@@ -71,7 +69,7 @@ def tiles_in_stream(plan: PlanTables) -> tuple[Tiles, Ints, Ints]:
     """
     layout, rank, source = plan.layout, plan.tile_rank, plan.tile_source
     on_axis = plan.tiles.shifted(layout.first[rank], layout.first[source])
-    tiles, *chunks = split_at_edges(on_axis, layout.axis)
+    tiles, *chunks = split_at_edges(on_axis, layout.axis, layout.axis)
     slide, owner = layout.edges[layout.order] - layout.axis[:-1], layout.owner[layout.order]
     rank, source = (owner[chunk] for chunk in chunks)
     hop = np.array(plan.schedule)[ring_distance(rank, source, plan.cp)]

@@ -116,8 +116,7 @@ class Tiles:
         data[0:2] += queries
         data[2:4] += keys
         slide = np.asarray(keys) - np.asarray(queries)
-        np.add(data[4], slide, out=data[4], where=data[4] != -OPEN)
-        np.add(data[5], slide, out=data[5], where=data[5] != OPEN)
+        np.add(data[4:], slide, out=data[4:], where=np.abs(data[4:]) != OPEN)
         return Tiles(data)
 
     @classmethod
@@ -133,10 +132,8 @@ class Tiles:
         """Make tiles from their columns. Each is int64 [count]; all but `q1` may be one number for
         all tiles.
         """
-        data = np.empty((6, len(q1)), np.int64)
-        for numbers, column in zip(data, (q0, q1, k0, k1, lo, hi), strict=True):
-            numbers[:] = column
-        return cls(data)
+        columns = np.broadcast_arrays(q0, q1, k0, k1, lo, hi)
+        return cls(np.array(columns, np.int64))
 
     @classmethod
     def concatenate(cls, *tables: Tiles) -> Tiles:
@@ -154,10 +151,9 @@ class Tiles:
         `q0 >= q1`.
         """
         data = self.data.copy()
-        np.maximum(data[0], q0, out=data[0])
-        np.minimum(data[1], q1, out=data[1])
-        np.maximum(data[2], k0, out=data[2])
-        np.minimum(data[3], k1, out=data[3])
+        for row, start, end in ((0, q0, q1), (2, k0, k1)):
+            np.maximum(data[row], start, out=data[row])
+            np.minimum(data[row + 1], end, out=data[row + 1])
         return Tiles(_fit(data))
 
     def fitted(self) -> Tiles:
@@ -185,12 +181,12 @@ class Tiles:
 
     def area(self) -> Ints:
         """Return the exact number of allowed (query, key) pairs of each tile, int64."""
-        full = (self.q1 - self.q0) * (self.k1 - self.k0)
+        height, width = self.q1 - self.q0, self.k1 - self.k0
         # Pairs above the band (k - q > hi) and below it (k - q < lo) are triangles with a corner
         # cut off.
-        above = _corner(self.q1 - self.q0, self.k1 - self.k0, self.k1 - 1 - self.q0 - self.hi)
-        below = _corner(self.q1 - self.q0, self.k1 - self.k0, self.lo - (self.k0 - (self.q1 - 1)))
-        return full - above - below
+        above = _corner(height, width, self.k1 - 1 - self.q0 - self.hi)
+        below = _corner(height, width, self.lo - (self.k0 - (self.q1 - 1)))
+        return height * width - above - below
 
     def halves(self) -> list[tuple[Tiles, Ints]]:
         """Split the tiles at one query into two parts with about half of the pairs each.
@@ -201,14 +197,14 @@ class Tiles:
         """
         low, high = int(self.q0.min(initial=OPEN)), int(self.q1.max(initial=0))
         block, total = min(128, max((high - low) // 8, 1)), self.area().sum()
-        blocks = range(low // block + 1, -(-high // block))
+        cuts = range((low // block + 1) * block, high, block)
 
-        def beyond(i: int) -> int:
-            return 2 * int(self.within(q1=i * block).area().sum()) - int(total)
+        def beyond(cut: int) -> int:
+            return 2 * int(self.within(q1=cut).area().sum()) - int(total)
 
-        place = bisect_left(blocks, 0, key=beyond)
-        near = blocks[max(place - 1, 0) : place + 1]
-        query = min(near, key=lambda i: abs(beyond(i))) * block if near else high
+        place = bisect_left(cuts, 0, key=beyond)
+        near = cuts[max(place - 1, 0) : place + 1]
+        query = min(near, key=lambda cut: abs(beyond(cut)), default=high)
         parts = self.within(q1=query), self.within(q0=query)
         return [part.living(np.arange(len(part))) for part in parts]
 
@@ -251,20 +247,24 @@ def _fit(data: Ints) -> Ints:
     return data
 
 
-def split_at_edges(
-    pieces: Tiles, edges: Ints, key_edges: Ints | None = None
-) -> tuple[Tiles, Ints, Ints]:
-    """Cut the pieces of a mask at chunk edges: (tiles, query chunk of each, key chunk of each).
-
-    Queries are cut at `edges`, keys at `key_edges`, which are by default the same.
+def cut(tiles: Tiles, edges: Ints, keys: bool = False) -> tuple[Tiles, Ints, Ints]:
+    """Cut the queries of tiles, or their keys, at chunk edges: (parts, the tile of each, the chunk
+    of each).
     """
-    key_edges = edges if key_edges is None else key_edges
-    piece, query_chunk = overlaps(pieces.q0, pieces.q1, edges[:-1], edges[1:])
-    parts = pieces[piece].within(edges[query_chunk], edges[query_chunk + 1])
-    parts, query_chunk = parts.living(query_chunk)
-    part, key_chunk = overlaps(parts.k0, parts.k1, key_edges[:-1], key_edges[1:])
-    tiles = parts[part].within(k0=key_edges[key_chunk], k1=key_edges[key_chunk + 1])
-    return tiles.living(query_chunk[part], key_chunk)
+    start, end = tiles.data[2 * keys :][:2]
+    tile, chunk = overlaps(start, end, edges[:-1], edges[1:])
+    ends = edges[chunk], edges[chunk + 1]
+    parts = tiles[tile].within(-OPEN, OPEN, *ends) if keys else tiles[tile].within(*ends)
+    return parts.living(tile, chunk)
+
+
+def split_at_edges(pieces: Tiles, edges: Ints, key_edges: Ints) -> tuple[Tiles, Ints, Ints]:
+    """Cut the pieces of a mask at chunk edges, queries at `edges` and keys at `key_edges`: (tiles,
+    query chunk of each, key chunk of each).
+    """
+    parts, _, chunk = cut(pieces, edges)
+    tiles, part, key_chunk = cut(parts, key_edges, keys=True)
+    return tiles, chunk[part], key_chunk
 
 
 def coalesce(tiles: Tiles, group: Ints) -> tuple[Tiles, Ints]:
@@ -301,7 +301,7 @@ def _unions(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Ints, Tiles
     first = np.flatnonzero(near & (group[:-1] == group[1:]))
     pair = tiles[first], tiles[first + 1]
     low, high = (way(*(part.data for part in pair)) for way in (np.minimum, np.maximum))
-    hulls = Tiles(np.stack([low[0], high[1], low[2], high[3], high[4], low[5]]))
+    hulls = Tiles(np.where(np.array([[0, 1, 0, 1, 1, 0]]).T, high, low))
     whole = np.flatnonzero(np.all([_is_part(hulls, part, along_queries) for part in pair], axis=0))
     return first[whole], hulls[whole]
 

@@ -51,7 +51,7 @@ class Conditions:
         """Return the number of members of the ring on a node, each of `heads` ranks: 1 if a node
         does not hold whole members, or holds one.
         """
-        return self.node // heads if self.node % heads == 0 else 1
+        return 1 if self.node % heads else self.node // heads
 
     def pair_seconds(self, heads: int = 1) -> tuple[float, float]:
         """Return the seconds of a pair, over the heads of a rank, in forward and in backward."""

@@ -69,7 +69,7 @@ class Partial:
         span = np.searchsorted(end, tokens, "right")
         inside = np.append(start, OPEN)[span] <= tokens
         first = np.append(position - self.step * start, 0)[span]
-        return np.stack([first + self.step * tokens, np.full_like(tokens, self.step)]) * inside
+        return np.stack(np.broadcast_arrays(first + self.step * tokens, self.step)) * inside
 
 
 class Update(NamedTuple):
@@ -171,4 +171,5 @@ def _kept(tables: Sequence[Ints]) -> slice:
     start, end = np.concatenate(
         [np.zeros((2, 0), np.int64), *(table[:2, table[3] == 0] for table in tables)], axis=1
     )
-    return slice(int(start.min()), int(end.max())) if len(start) else slice(0, 0)
+    last = int(end.max(initial=0))
+    return slice(int(start.min(initial=last)), last)

@@ -16,7 +16,6 @@ from cp_ring.megatron.adapter.attention_sizes import attention_sizes
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.rank_plan import rank_plan
@@ -271,6 +270,8 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
     values in forward, and of gradients in backward. FLOP are those of allowed pairs: two matrix
     products in forward, five in backward.
     """
+    from cp_ring.memory import memory  # which loads torch
+
     ring, own = plan.ring, given.sizes.of_rank(plan.ulysses)
     (keys, gradients), (forward, backward) = own.on_wire(), own.pair_flops
     amounts = {
@@ -299,7 +300,7 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
         "head_parallel": plan.ulysses,
         "wire": given.sizes.wire,
         "slots": report.slots,
-        "memory": memory(report, own),
+        "memory": memory(plan, given.sizes),
     }
 
 

@@ -20,9 +20,7 @@ import yaml
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.report import Report
 from cp_ring.plan.sizes.device_rates import RATES, Rates
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.time import Conditions
@@ -381,7 +379,7 @@ def search(
     with its best attention, and with as little recomputation as memory allows.
     """
     costs: dict[tuple[int, int], list[AttentionCost]] = {}
-    plans: dict[tuple[int, int], list[tuple[Plan, Report, int]]] = {}
+    plans: dict[tuple[int, int], list[tuple[Plan, int]]] = {}
 
     def best(one: ParallelSizes) -> Way | None:
         for recompute in RECOMPUTE:
@@ -412,11 +410,13 @@ def attention_costs(
     tp: int,
     cp: int,
     layout: str,
-    plans: dict[tuple[int, int], list[tuple[Plan, Report, int]]],
+    plans: dict[tuple[int, int], list[tuple[Plan, int]]],
 ) -> list[AttentionCost]:
     """Return the costs of attention in each way that these sizes allow, the fastest first: the
     ring, latents, or heads over the ranks of a node. plans: those made so far, by ranks and heads.
     """
+    from cp_ring.memory import memory  # which loads torch
+
     model = setup.model
     near = gcd(cp, max(1, setup.ranks_per_node // tp))
     layer = model.attention(tp, 1)
@@ -428,13 +428,15 @@ def attention_costs(
         if (cp, heads) not in plans:
             spec = PlanSpec(LAYOUTS[layout].of_layers(masks, cp), ulysses=heads)
             made = [(spec.build(mask, cp), count) for mask, count in masks]
-            plans[cp, heads] = [(plan, plan.verify(), count) for plan, count in made]
+            for plan, _ in made:
+                plan.verify()
+            plans[cp, heads] = made
         sizes = model.attention(tp, setup.micro_batch, wire)
         total, buffers = np.zeros(4), []
-        for plan, report, count in plans[cp, heads]:
+        for plan, count in plans[cp, heads]:
             time = plan.time(Conditions(sizes, setup.rates, near))
             total += count * np.array([time.forward, time.both, *time.waits])
-            buffers.append(_amounts(memory(report, sizes.of_rank(heads))))
+            buffers.append(_amounts(memory(plan, sizes)))
         seconds = tuple(total.tolist())
         costs.append(AttentionCost(heads, wire, seconds, *map(max, zip(*buffers, strict=True))))
     return sorted(costs, key=lambda cost: cost.seconds[1])
@@ -442,16 +444,12 @@ def attention_costs(
 
 def _amounts(buffers: dict[str, int]) -> tuple[int, int, int, int]:
     """Return four numbers of bytes: all that is kept, out and lse among it, receive buffers, and
-    the other buffers at the time they are most.
+    the other buffers when they are most.
     """
-
-    def together(begin: str) -> int:
-        return sum(size for name, size in buffers.items() if name.startswith(begin))
-
-    slots = buffers["both: key and value slots"]
-    results = buffers["forward: out in float32"] // 2 + buffers["kept: lse"]
-    working = max(together("forward"), together("backward"))
-    return together("kept"), results, slots, together("both") - slots + working
+    kept = sum(size for name, size in buffers.items() if name.startswith("kept"))
+    slots = buffers["keys and values: slots"]
+    results = buffers["gradient of out"] + buffers["kept: lse"]
+    return kept, results, slots, sum(buffers.values()) - kept - slots
 
 
 def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes]:

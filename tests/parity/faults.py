@@ -131,7 +131,8 @@ def _cut_at_borders(mask, declared, *args, **kwargs):
     from cp_ring.plan.tiles import split_at_edges
 
     whole = mask(declared, *args, **kwargs)
-    tiles, query, key = split_at_edges(whole.pieces, declared.layout.edges)
+    edges = declared.layout.edges
+    tiles, query, key = split_at_edges(whole.pieces, edges, edges)
     return dataclasses.replace(whole, pieces=tiles[key <= query])
 
 

@@ -324,9 +324,9 @@ def _two(hops):
 
 def _swap_ranks(parts, rng):
     busy = [part.rank for part in parts if part.hops]
-    if len(busy) < 2:
+    if not busy or parts[busy[0]].member == parts[busy[-1]].member:
         return None
-    a, b = busy[:2]
+    a, b = busy[0], busy[-1]
     return [
         replace(parts[{a: b, b: a}.get(part.rank, part.rank)], rank=part.rank) for part in parts
     ]
@@ -397,17 +397,13 @@ def _full_tile(hop, inside):
         & (tiles.hi == OPEN)
         & ((tiles.k1 < hop.num_keys) if inside else (tiles.k1 - tiles.k0 > 1))
     )
-    return int(np.flatnonzero(found)[0]) if _several(hop) and found.any() else None
+    return int(np.flatnonzero(found)[0]) if len(hop.receives) > 1 and found.any() else None
 
 
 def _with_keys(hop, tile, more):
     data = hop.tiles.data.copy()
     data[3, tile] += more
     return replace(hop, tiles=Tiles(data))
-
-
-def _several(hop):
-    return len(hop.sources) > 1
 
 
 def _hop_mutation(fits, change):
@@ -450,9 +446,6 @@ RANK_PLAN_MUTATIONS = {
     "key buffer of another size": _hop_mutation(
         _away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)
     ),
-    "wrong source": _hop_mutation(
-        _away, lambda hop: replace(hop, sources=(0 if hop.sources[0] else 1, *hop.sources[1:]))
-    ),
     "gradient tokens shifted": _hop_mutation(
         _away, lambda hop: replace(hop, grad_shift=hop.grad_shift + 1)
     ),
@@ -492,9 +485,6 @@ RANK_PLAN_MUTATIONS = {
     ),
     "two messages between the same ranks swapped": _hop_mutation(
         lambda hop: any(len(t.ranges) > 1 for t in hop.receives), _messages_swapped
-    ),
-    "sources in another order": _hop_mutation(
-        _several, lambda hop: replace(hop, sources=hop.sources[::-1])
     ),
     "hops swapped": _swap_hops,
     "ranks swapped": _swap_ranks,

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
+from cp_ring.options import NUM_SLOTS
 from cp_ring.plan import OPEN, Capabilities, Layout, Mask, Plan
 from cp_ring.plan.tiles import paint
 
@@ -131,9 +132,9 @@ def plans(draw, min_cp=1):
     cp = draw(st.integers(min_cp, 9))
     mask = draw(masks(draw(st.integers(cp, 64))))
     layout, route = draw(layouts(mask, cp)), draw(st.sampled_from(["direct", "ring"]))
-    return Plan.build(
-        mask,
-        layout,
-        route,
-        draw(schedules(cp)),
-    )
+    heads = draw(st.sampled_from([heads for heads in range(1, cp + 1) if cp % heads == 0]))
+    schedule = draw(schedules(cp // heads))
+    return Plan.build(mask, layout, route, schedule, ulysses=heads)
+
+
+SLOTS = st.integers(*NUM_SLOTS)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cp_ring.kernels import REGISTRY
+from cp_ring.memory import memory, rank_memory
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.lower import ASSUMED, call_groups, lower
-from cp_ring.plan.memory import memory
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import FOLDER, NAMED, RATES
@@ -24,15 +24,12 @@ SIZES = AttentionSizes(heads=4, kv_heads=2, head_dim=16, value_dim=8, dtype="fp3
 
 def test_cost_by_hand():
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
-    report = plan.verify()
-    facts = summary(plan, report, Conditions(SIZES))
+    facts = summary(plan, plan.verify(), Conditions(SIZES))
     # 16 pairs a hop, 4 heads, a multiply and an add for each element of q and v.
     assert facts["forward_flops_per_rank"] == [2 * 2 * 16 * 4 * 24] * 2
     assert facts["backward_flops_per_rank"] == [2 * 2 * 16 * 4 * (3 * 16 + 2 * 8)] * 2
     assert facts["bytes_in_per_rank"] == [4 * 2 * 24 * 4] * 2
-    needs = memory(report, SIZES)
-    assert needs["both: key and value slots"] == 2 * 4 * 2 * 24 * 4
-    assert needs["kept: lse"] == 4 * 4 * 4
+    assert facts["memory"]["kept: lse"] == 4 * 4 * 4
 
 
 def test_time_by_hand():
@@ -195,24 +192,28 @@ def test_each_device_has_a_file_that_says_where_its_rates_are_from():
 
 
 def test_predicted_memory_beside_that_of_the_fake_gpu():
-    """docs/tune.md names the range, over the rows of the ring and of heads."""
+    """Of the rings and of heads; docs/tune.md names the range. Only these ranks were measured. The
+    caller holds q, k and v beside those of exchanged heads, and dout twice in format thd.
+    """
     rows = json.loads((ROOT / "docs" / "benchmarks" / "beside.json").read_text())
-    heads_of = {"cp_ring": 1, "cp_ring heads": 0}
+    schedules = {"cp_ring": "auto", "cp_ring ring": "ring", "cp_ring heads": ""}
     ratios = []
     for row in rows:
-        if row["case"] not in CASES or row["contestant"] not in heads_of:
+        if row["case"] not in CASES or row["contestant"] not in schedules:
             continue
-        case, cp = CASES[row["case"]], row["cp"]
+        case, cp, schedule = CASES[row["case"]], row["cp"], schedules[row["contestant"]]
+        sizes = AttentionSizes(case.h, case.g, case.d, case.e)
+        if schedule:
+            width, split = case.packed * sizes.out_width, {"schedule": schedule}
+        else:
+            width, split = sizes.query_width + sizes.key_width, {"ulysses": cp}
         ends = case.ends(cp) if case.packed else [0, case.tokens * cp]
         mask = Mask.documents(ends, window=(case.window - 1 if case.window else -1, 0))
-        heads = heads_of[row["contestant"]] or cp
-        report = PlanSpec("zigzag", ulysses=heads).build(mask, cp).verify()
-        buffers = memory(report, AttentionSizes(case.h, case.g, case.d, case.e).of_rank(heads))
-        kinds = ("kept", "both", "forward", "backward")
-        kept, both, *ways = (
-            sum(size for name, size in buffers.items() if name.startswith(kind)) for kind in kinds
-        )
-        ratios.append(row["allocated"] / (kept + both + max(ways)))
-    assert len(ratios) == 24
+        plan = PlanSpec("zigzag", **split).build(mask, cp)
+        held = [sum(rank_memory(plan, rank, sizes).values()) for rank in (0, cp // 2, cp - 1)]
+        assert sum(memory(plan, sizes).values()) >= max(held)
+        ratios.append(row["allocated"] / (max(held) + case.tokens * width * 2))
+    assert len(ratios) == 36
     said = re.search(r"took ([\d.]+) to ([\d.]+) times", (ROOT / "docs" / "tune.md").read_text())
-    assert [f"{x:.1f}" for x in (min(ratios), max(ratios))] == [*said.groups()]
+    assert [f"{x:.2f}" for x in (min(ratios), max(ratios))] == [*said.groups()]
+    assert min(ratios) > 0.95 and max(ratios) < 1.05

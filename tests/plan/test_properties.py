@@ -16,20 +16,18 @@ from cp_ring.plan.proof import check_rank_plan, verify
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import paint
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
-from tests.plan.strategies import CAPABILITIES, plans
+from tests.plan.strategies import CAPABILITIES, SLOTS, plans
 from tests.rings import said
 
 MUTATIONS = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS]
 QUIET = {"suppress_health_check": list(HealthCheck)}
 
 
-def check_plan(plan):
-    """The proof accepts the plan, its tiles paint the mask, also after lowering, and a rank plan
-    built alone is the same.
+def check_plan(plan, slots):
+    """The proof accepts the plan with so many slots, its tiles paint the mask, also after lowering,
+    and a rank plan built alone is the same.
     """
-    report = plan.verify(rank_plans=True)
-    for rank in range(plan.cp):
-        plan.verify(executed=plan.rank_plan(rank))
+    report = plan.verify(slots, rank_plans=True)
     tiles, *_ = tiles_in_stream(plan.ring)
     assert np.array_equal(paint(tiles, plan.n, plan.n), plan.mask.dense())
     assert report.work.sum() == plan.mask.area() == plan.mask.dense().sum()
@@ -46,7 +44,8 @@ def check_plan(plan):
         for hop in (hop for rank in range(plan.cp) for hop in plan.rank_plan(rank).hops):
             check_calls(lower(hop.tiles, capabilities), capabilities.varlen)
     rank = plan.n % plan.cp
-    spec = PlanSpec(plan.layout, plan.route, plan.schedule)
+    plan.verify(slots, executed=plan.rank_plan(rank))
+    spec = PlanSpec(plan.layout, plan.route, plan.schedule, plan.ulysses)
     alone = spec.build_rank_plan(plan.mask, plan.cp, rank)
     assert repr(alone) == repr(plan.rank_plan(rank))
 
@@ -89,16 +88,22 @@ def check_calls(lowered, varlen):
             assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
-@settings(max_examples=150, **QUIET)
-@given(plan=plans())
-def test_random_plans_are_right(plan):
-    check_plan(plan)
+def right(cases):
+    """The test of so many random plans."""
+    return settings(max_examples=cases, **QUIET)(given(plan=plans(), slots=SLOTS)(check_plan))
 
 
-@settings(max_examples=250, **QUIET)
-@given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_spoiled_random_plans_are_rejected(plan, pick, seed):
-    check_mutation(plan, pick, seed)
+def spoiled(cases):
+    """The test of so many mutations."""
+    number = st.integers(0, 1 << 20)
+    drawn = given(plan=plans(min_cp=2), pick=number, seed=number)
+    return settings(max_examples=cases, **QUIET)(drawn(check_mutation))
+
+
+test_random_plans_are_right = right(150)
+test_spoiled_random_plans_are_rejected = spoiled(250)
+test_many_random_plans_are_right = pytest.mark.slow(right(25_000))
+test_many_spoiled_random_plans_are_rejected = pytest.mark.slow(spoiled(25_000))
 
 
 def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone():
@@ -113,20 +118,6 @@ def test_a_document_of_thousands_of_chunks_takes_memory_for_its_tiles_alone():
     tracemalloc.stop()
     assert len(plan.ring.tiles) < 11_000
     assert peak < 64 << 20
-
-
-@pytest.mark.slow
-@settings(max_examples=25_000, **QUIET)
-@given(plan=plans())
-def test_many_random_plans_are_right(plan):
-    check_plan(plan)
-
-
-@pytest.mark.slow
-@settings(max_examples=25_000, **QUIET)
-@given(plan=plans(min_cp=2), pick=st.integers(0, 1 << 20), seed=st.integers(0, 1 << 20))
-def test_many_spoiled_random_plans_are_rejected(plan, pick, seed):
-    check_mutation(plan, pick, seed)
 
 
 def several_sources(route):

@@ -138,7 +138,7 @@ def _digest(plan):
         _put(digest, own.num_tokens, own.batch, own.pieces, own.packed, exchange)
         for hops in (own.hops, own.backward):
             for hop in hops:
-                _put_hop(digest, hop)
+                _put_hop(digest, hop, _sources(plan.ring, own.member, hop.index))
         moved += sum(send.tokens for hop in own.hops for send in hop.sends)
     assert report is not None
     return moved, digest.hexdigest()[:16]
@@ -161,14 +161,22 @@ def _bytes(plan):
     return keys, gradients, heads
 
 
-def _put_hop(digest, hop):
+def _sources(ring, rank, hop):
+    """The ranks whose keys, or gradients of keys, lie in the hop's buffers, the nearest first."""
+    tables = ring.transfers.where("receiver", rank), ring.gradients.where("sender", rank)
+    far = [(rank - rows.owner[rows.hop == hop]) % ring.cp for rows in tables]
+    far = np.unique(np.concatenate([*far, [0] * (hop == 0)])).astype(int)
+    return tuple(((rank - far) % ring.cp).tolist())
+
+
+def _put_hop(digest, hop, sources):
     tiles = hop.tiles
     columns = [tiles.q0, tiles.q1, tiles.k0, tiles.k1, tiles.lo, tiles.hi]
     messages = [
         _messages(of) for of in (hop.receives, hop.sends, hop.grad_sends, hop.grad_receives)
     ]
     columns = [column.tolist() for column in (*columns, hop.grad_shift)]
-    _put(digest, hop.index, hop.sources, columns, hop.num_keys, hop.num_grads, messages)
+    _put(digest, hop.index, sources, columns, hop.num_keys, hop.num_grads, messages)
 
 
 def _messages(of):
