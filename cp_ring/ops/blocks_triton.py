@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+MAX_PARTS = 4
+"""The most parts of an update, as `cp_ring.plan.updates` makes them."""
+
 
 class Tokens(NamedTuple):
     """A tensor [.., size] whose last dimension is contiguous, with its strides of tokens, batch and

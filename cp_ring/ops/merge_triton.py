@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cp_ring.ops.blocks_triton import (
+    MAX_PARTS,
     block_of,
     load_tokens,
     places_in_part,
@@ -17,7 +18,6 @@ from cp_ring.ops.blocks_triton import (
     tokens_of,
 )
 from cp_ring.ops.segments import BLOCK_Q, Segments
-from cp_ring.plan.updates import MAX_PARTS
 
 _VARYING = ["kept", "lse_b", "lse_h", *(f"{what}{i}" for what in "bhq" for i in range(MAX_PARTS))]
 """Strides and places that depend on the number of tokens. Triton would compile again for those that

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import Split
