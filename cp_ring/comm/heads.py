@@ -86,7 +86,7 @@ def over_heads(
     attention: Attention,
     with_lse: bool,
     start_backward: Callable[[], None],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Run `attention` over the ring with the exchange of heads around it; differentiable.
 
     Args:

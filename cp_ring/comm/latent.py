@@ -183,10 +183,14 @@ class LatentGradients(GradMessages):
     """
 
     def __init__(
-        self, codec: LatentCodec, k: Tensor, v: Tensor,
+        self,
+        codec: LatentCodec,
+        k: Tensor,
+        v: Tensor,
         updates: Mapping[int, Sequence[Segments]],
-        transport: Transport | None, wire_dtype: torch.dtype,
-    ):  # fmt: skip
+        transport: Transport | None,
+        wire_dtype: torch.dtype,
+    ):
         self._codec, self._updates = codec, updates
         self._key, self._sum_dtype = k, sum_dtype(k.dtype)
         self._key_sizes = k.shape[1:], v.shape[1:]

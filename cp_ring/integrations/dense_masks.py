@@ -77,8 +77,11 @@ def of_function(mask_mod: Callable[..., Any], n: int, max_pieces: int, device: s
                 _log.warning(
                     "from_mask_mod asks for all %.2g pairs of %d tokens, in about %.0f s on %s; "
                     "Mask.from_pieces takes none, and device='cuda' less",
-                    n * n, n, seconds, device,
-                )  # fmt: skip
+                    n * n,
+                    n,
+                    seconds,
+                    device,
+                )
 
     return _pieces_of(all_blocks(), n, max_pieces)
 

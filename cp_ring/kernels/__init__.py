@@ -53,9 +53,15 @@ _log = logging.getLogger(__name__)
 
 
 def choose(
-    name: str, *, device: torch.device, dtype: torch.dtype, d: int, e: int,
-    packed: bool = False, max_logit: bool = False
-) -> AttentionKernel:  # fmt: skip
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    e: int,
+    packed: bool = False,
+    max_logit: bool = False,
+) -> AttentionKernel:
     """Return the named kernel, or for "auto" the first in the registry that supports these tensors.
     The choice is logged once.
 

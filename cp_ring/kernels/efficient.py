@@ -61,9 +61,25 @@ class EfficientKernel:
         lse = F.pad(lse.float(), (0, -queries % _ROWS), value=torch.inf)
         state = no_random_state((), q.device)
         dq, dk, dv, _ = _attention_backward(
-            dout, q, k, v, None, out, None, None, queries, keys, lse, 0.0, state, state,
-            int(hi == 0), False, scale=scale, num_splits_key=1 if deterministic() else None,
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            None,
+            out,
+            None,
+            None,
+            queries,
+            keys,
+            lse,
+            0.0,
+            state,
+            state,
+            int(hi == 0),
+            False,
+            scale=scale,
+            num_splits_key=1 if deterministic() else None,
+        )
         if k.shape[2] > groups:
             dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
         return cut(dq, d), cut(dk, d), cut(dv, e)

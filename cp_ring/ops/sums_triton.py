@@ -21,9 +21,17 @@ from cp_ring.ops.segments import BLOCK_Q, Segments
 
 @triton.jit(do_not_specialize=["kept"])
 def _add(
-    table, kept, running, result, parts, size, heads,
-    PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    table,
+    kept,
+    running,
+    result,
+    parts,
+    size,
+    heads,
+    PARTS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """result = running + partial gradients, for one block of tokens and one head.
 
     `table` [blocks, 4 + 2 * PARTS] is that of the update, and `running` begins with token `kept`.
@@ -52,7 +60,15 @@ def add(
     b, (heads, size), total = running.shape[1 - dim], running.shape[2:], tokens_of(running, dim)
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
     _add[(len(table) * heads, b)](
-        table, kept, total, total._replace(x=result),
-        tuple(tokens_of(part, dim) for part in parts), size, heads,
-        PARTS=len(parts), BLOCK_Q=BLOCK_Q, BLOCK_D=triton.next_power_of_2(size), maxnreg=255,
-    )  # fmt: skip
+        table,
+        kept,
+        total,
+        total._replace(x=result),
+        tuple(tokens_of(part, dim) for part in parts),
+        size,
+        heads,
+        PARTS=len(parts),
+        BLOCK_Q=BLOCK_Q,
+        BLOCK_D=triton.next_power_of_2(size),
+        maxnreg=255,
+    )

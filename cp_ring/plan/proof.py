@@ -335,9 +335,13 @@ def _check_cover(plan: PlanTables, axis: Axis) -> None:
 
 
 def _check_sums(
-    axis: Axis, own: Ints, computed: Numbers, allowed: Numbers, what: str = "query",
+    axis: Axis,
+    own: Ints,
+    computed: Numbers,
+    allowed: Numbers,
+    what: str = "query",
     others: str = "keys",
-) -> None:  # fmt: skip
+) -> None:
     for i in _first(computed != allowed):
         rank, token = axis.rank(own[i]), axis.token[own[i]]
         raise PlanError(f"rank {rank}: {what} {token} computes other {others} than the mask allows")

@@ -73,9 +73,15 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
 
     hops, pieces = Hops(make, np.unique(np.concatenate(every)).tolist()), len(plan.mask.pieces)
     return RankPlan(
-        rank, cp, int(keys.sizes[0]), hops, layout.rows, identity(plan), pieces,
+        rank,
+        cp,
+        int(keys.sizes[0]),
+        hops,
+        layout.rows,
+        identity(plan),
+        pieces,
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
-    )  # fmt: skip
+    )
 
 
 def _own_tiles(

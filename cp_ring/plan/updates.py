@@ -99,7 +99,7 @@ def query_updates(
 
 def gradient_updates(
     hops: Sequence[Hop], parts: Sequence[Sequence[Partial]], num_tokens: int
-) -> dict[int, tuple[Update, ...]]:  # fmt: skip
+) -> dict[int, tuple[Update, ...]]:
     """Return the updates of dk and dv by the index of the hop whose gradient buffer they fill; hop
     0 stands for the rank's own accumulators.
 

@@ -87,9 +87,13 @@ class MambaScan:
                 sizes = x.shape[3], tensors["B"].shape[3]
                 entry = entry[:, :, 0].unflatten(2, sizes)
             out = self._function(
-                **tensors, **self._named, A=self._a, initial_states=entry, seq_idx=numbers,
+                **tensors,
+                **self._named,
+                A=self._a,
+                initial_states=entry,
+                seq_idx=numbers,
                 return_final_states=ends,
-            )  # fmt: skip
+            )
             if not ends:
                 return out, None
             return out[0], out[1].flatten(2)[:, :, None].to(sum_dtype(x.dtype))

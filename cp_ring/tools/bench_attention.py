@@ -53,9 +53,10 @@ def contestants(contest: Contest) -> dict[str, tuple[Attend, Layout]]:
     found: dict[str, tuple[Attend, Layout]] = {
         "cp_ring": (partial(ring_attention, group=world, causal=True), zigzag),
         "one_call": (
-            partial(ring_attention, group=alone, causal=True), Layout.contiguous(contest.n, 1)
+            partial(ring_attention, group=alone, causal=True),
+            Layout.contiguous(contest.n, 1),
         ),
-    }  # fmt: skip
+    }
     if contest.device == "cpu" and find_spec("ring_attention_pytorch"):
         from ring_attention_pytorch import ring_flash_attn
 

@@ -158,9 +158,13 @@ class RingDotProductAttention(PlannedAttention):
         """
         if key.shape[0] != query.shape[0]:
             generated: torch.Tensor = self._stock()(
-                query, key, value, attention_mask, attn_mask_type=attn_mask_type,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
                 packed_seq_params=packed_seq_params,
-            )  # fmt: skip
+            )
             return generated
         packed = query.dim() == 3
         mask = mask_of(self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed)

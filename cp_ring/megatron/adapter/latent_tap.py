@@ -98,9 +98,13 @@ def latent_problem(model: Any, ulysses: int, settings: CallSettings) -> str | No
             "--cp-ring-wire plain"
         )
     other = args.first(
-        "fp8", "fp4", "delay_wgrad_compute", "use_megatron_fsdp", "use_torch_fsdp2",
+        "fp8",
+        "fp4",
+        "delay_wgrad_compute",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
         "cache_mla_latents",
-    )  # fmt: skip
+    )
     if other:
         return f"{wire} does not support {other}: leave it out, {plain}"
     if recomputes_attention(args):

@@ -107,9 +107,13 @@ def _reference(tested: TestedLayer, inputs: Tensors, sampled: Tensor) -> Tensors
         leaves["sink"] = tested.layer.softmax_offset
     leaves = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     of_rows = zip(
-        leaves["q"], leaves["k"], leaves["v"], tested.positions[:, sampled], tested.batch.rules,
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        tested.positions[:, sampled],
+        tested.batch.rules,
         strict=True,
-    )  # fmt: skip
+    )
     with torch.enable_grad():
         outputs = [
             attend(q, k, v, rule.allowed(mine, keys, kind.probed), kind.scale, leaves.get("sink"))
