@@ -2,7 +2,6 @@
 it; numbers of README.md are compared with what they count.
 """
 
-import ast
 import json
 import re
 
@@ -40,8 +39,10 @@ def test_the_named_tests_exist():
     names = {name for page in CLAIMS.values() for tests in page.values() for name in tests}
     for name in names:
         path, _, function = name.partition("::")
-        tree = ast.parse((ROOT / path).read_text())
-        assert function in {getattr(node, "name", "") for node in tree.body}, name
+        tests = re.findall(
+            r"^(?:def )?(test_\w+)(?:\(| = )", (ROOT / path).read_text(), re.MULTILINE
+        )
+        assert function in tests, name
 
 
 def test_numbers_of_the_readme():

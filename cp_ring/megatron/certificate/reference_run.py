@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
-from cp_ring.megatron.certificate.layer_kinds import PREFIX, declared_scale, declared_window
+from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
@@ -96,13 +97,13 @@ def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> I
     """Put Megatron's arguments and groups, and cp_ring's settings, of the reference run in force:
     batch rows in order, and multi-token prediction inside the declared documents.
 
-    Rotary embeddings follow the declared positions. The kinds of masks stay set if the batch has
-    masks, which a script's own step reads.
+    Rotary embeddings follow declared positions, and those of documents that a layout balances. The
+    kinds of masks stay set if the batch has masks, which a script's own step reads.
     """
     last = torch.stack([rule.last for rule in batch.rules])
     places: AbstractContextManager[None] = nullcontext()
-    if batch.kind.mask.startswith(PREFIX):
-        from cp_ring.megatron.adapter.rotary import positions_in_force  # few jobs declare masks
+    if in_force().by_microbatch:
+        from cp_ring.megatron.adapter.rotary import positions_in_force
 
         ids = torch.stack([rule.positions for rule in batch.rules], 1)
         places = positions_in_force((ids, torch.arange(len(ids))[:, None].expand_as(ids)))
