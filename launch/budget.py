@@ -58,7 +58,7 @@ ROOMS = (
     room("shards, prefixes, settings", 4_400, 4_090, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py cp_ring/cuts.py"""),
     room("plans and proofs", 40_000, 41_050, "cp_ring/plan cp_ring/memory.py"),
-    room("kernels", 16_500, 16_390, "cp_ring/kernels"),
+    room("kernels", 16_500, 16_510, "cp_ring/kernels"),
     room("messages", 12_500, 12_970, "cp_ring/comm"),
     room("merges and sums", 5_300, 5_740, "cp_ring/ops"),
     room("recurrent layers", 5_500, 5_590, "cp_ring/recurrent"),
@@ -95,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 108_810, _LIBRARY),
+    room("ring 1: the library", 107_000, 108_940, _LIBRARY),
     room("ring 2: Megatron", 67_000, 71_620, _ADAPTER),
     room("ring 3: tools", 22_000, 24_250, "cp_ring/tools"),
-    room("all", 196_000, 204_670, "cp_ring patches"),
-    room("tests", 220_000, 236_890, "tests"),
+    room("all", 196_000, 204_800, "cp_ring patches"),
+    room("tests", 220_000, 237_010, "tests"),
 )
 """Several rooms together, and the tests."""
 

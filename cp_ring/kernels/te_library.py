@@ -33,6 +33,7 @@ _CUDNN_LOGITS = 92100
 """The first cuDNN for which TransformerEngine returns the largest logits."""
 
 _CUDNN_EXACT = 92500
+_CUDNN_WIDE = 92800
 LIMIT = "CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT"
 """The environment variable that bounds a workspace of cuDNN. On Hopper, cuDNN's deterministic
 backward wants batch * heads * queries * keys * 2 bytes, and for packed tiles the batch counts
@@ -162,6 +163,18 @@ def max_logit_fault(library: Library) -> str | None:
         return None
     return (
         f"gives the largest logits (--qk-clip) with cuDNN {cudnn_name(_CUDNN_LOGITS)} or later; "
+        f"{cudnn_name(library.cudnn)} is installed"
+    )
+
+
+def packed_fault(library: Library, generation: int, d: int, e: int) -> str | None:
+    """Return why packed tiles of these head sizes cannot run, or None. From 9.21 on cuDNN promises
+    large heads on Blackwell; 9.24 then finds no plan for packed ones, and 9.28 does.
+    """
+    if generation < 10 or max(d, e) <= 192 or (library.cudnn or sys.maxsize) >= _CUDNN_WIDE:
+        return None
+    return (
+        f"needs cuDNN {cudnn_name(_CUDNN_WIDE)} or later for packed heads of {d} on Blackwell; "
         f"{cudnn_name(library.cudnn)} is installed"
     )
 

@@ -110,6 +110,9 @@ class TransformerEngineKernel:
         """Return why packed tiles are not supported, if they are not: before Hopper, cuDNN has
         none.
         """
+        library, generation = te_library.loaded(), compute_capability(torch.device("cuda"))[0]
+        if fault := te_library.packed_fault(library, generation, d, e):
+            return fault
         packed = self._has_backend("thd", dtype, *(self._sizes(dtype, d, e) or (d, e)))
         return None if packed else f"has no fused backend for packed tiles in {dtype} here"
 

@@ -161,6 +161,24 @@ def test_versions(monkeypatch, generation, version, cudnn, exact, limit, reason)
         assert line.startswith(reason) and f"; {version} and cuDNN " in line
 
 
+@pytest.mark.parametrize(
+    "generation, cudnn, d, right",
+    [
+        (10, 92400, 256, False),
+        (10, 92801, 256, True),
+        (10, 92400, 192, True),
+        (9, 92400, 256, True),
+    ],
+)
+def test_large_packed_heads_on_blackwell(monkeypatch, generation, cudnn, d, right):
+    """cuDNN 9.24 promises them and finds no plan."""
+    monkeypatch.setattr(adapter, "compute_capability", lambda device: (generation, 0))
+    with installed("2.20.2", cudnn=cudnn):
+        line = KERNEL.varlen_rejection(torch.bfloat16, d, d) or ""
+    needs = "needs cuDNN 9.28.0 or later for packed heads of 256 on Blackwell; 9.24.0 is installed"
+    assert (line != needs) is right
+
+
 def test_dense_gradients_that_may_be_nan(monkeypatch):
     """Without a backend for packed tiles, 192 keys are a dense call; flash attention takes its
     backward.
