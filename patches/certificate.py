@@ -52,6 +52,6 @@ PATCH = Patch(
     what="probes ring attention and the loss on the job's own ranks before the model is built "
     "(--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
-    needed=lambda args, options: options.enabled and not args.program and options.certify != "off",
+    needed=lambda args, options: options.certifies and not args.program,
     replacements=_replacements,
 )

@@ -18,6 +18,7 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import resolve
 from cp_ring.megatron.options import Options
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -179,14 +180,18 @@ def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
         _examine(args, None)
 
 
-def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep) -> Any:
+def certify(
+    config: Any, build: Callable[[Any], Any], forward_step: ForwardStep, **program: Any
+) -> Any:
     """Probe attention, and the loss and gradients of a tiny model that the program itself builds.
     All ranks call it together.
 
         cp_ring.megatron.certify(config, build_model, forward_step)
 
-    Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without
-    this call the certificate is made when the first model is built, and does not cover the loss.
+    Call it after Megatron has made its parallel groups. After `cp_ring.megatron.enable` it examines
+    ring attention; without this call the certificate is then made when the first model is built,
+    and does not cover the loss. Without `enable` it examines the attention that the model has, such
+    as TransformerEngine's own, or the ring beneath it.
 
     Args:
         config: the `TransformerConfig` of the model.
@@ -196,9 +201,10 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
             returns the losses of tokens and a loss function. It splits the batch itself, for
             example with `split_batch`. An item of the iterator is a dictionary of tokens, labels,
             position_ids and loss_mask, each [b, n] of whole batch rows. After
-            `enable(packed=True)` an item is one batch row of packed documents, with offsets
+            `packed=True` an item is one batch row of packed documents, with offsets
             `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`, int32 [1], as in the data
             sets of Megatron's scripts; each document has a multiple of 2 * cp tokens.
+        program: without `enable`, its `seq_length`, `micro_batch_size` and `packed`.
 
     Returns:
         The certificate (`cp_ring.megatron.certificate.Certificate`), or None with `certify="off"`.
@@ -207,7 +213,13 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
         ConfigError: on all ranks, if a probe fails.
     """
     if _began.program is None:
-        raise ConfigError("cp_ring.megatron.certify: call cp_ring.megatron.enable first")
+        with (
+            replaced((_began, "program", Program(**program, build=build))),
+            settings.in_force(Options.make()),
+        ):
+            return _examine(arguments_of(config), forward_step)
+    if program:
+        raise ConfigError(f"cp_ring.megatron.certify: give {', '.join(program)} to enable")
     if settings.current().certify == "off":
         return None
     _began.program.build = build

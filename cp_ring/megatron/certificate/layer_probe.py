@@ -8,6 +8,7 @@ length. The first one is also probed at a few positions of that length, up to `L
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from cp_ring.megatron.certificate.layer_kinds import (
 from cp_ring.megatron.certificate.mask_probe import mask_probes
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tested_layer import TestedLayer
-from cp_ring.megatron.certificate.tiny_model import own_device, transformer_config
+from cp_ring.megatron.certificate.tiny_model import core_classes, own_device, transformer_config
 from cp_ring.megatron.certificate.value_probe import value_probes
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.megatron.wrapping import replaced
@@ -48,47 +49,60 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
         used = replace(used, wire="plain")
         if dtype != torch.float32:
             results.not_covered.append(f"latents in {str(dtype).removeprefix('torch.')}")
-    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
+    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp", "hcp"])
     kinds = [kind for kind in find_layer_kinds(args, config, masks_of(args)) if kind.numbers]
+    classes = core_classes(args, kinds)
     for kind in kinds:
+        made = classes[kind.layer]
         with settings.in_force(used):
-            layers = {number: _make_layer(config, kind, number, groups) for number in kind.numbers}
+            layers = {
+                number: _make_layer(made, config, kind, number, groups) for number in kind.numbers
+            }
         first, batch = layers[kind.layer], Batch.draw(kind, groups.cp.size(), padded=True)
         tested = TestedLayer(first, groups.cp, dtype, own_device(), seed, batch)
-        results.probes.append(_settings(_at_length(tested, args.seq_length), layers))
-        for spec in every_choice(first.spec, groups.cp.size()):
-            one = tested
-            if spec != first.spec:
+        ring = hasattr(first, "plan_of")
+        if ring:
+            results.probes.append(_settings(_at_length(tested, args.seq_length), layers))
+        for spec in every_choice(first.spec, groups.cp.size()) if ring else [None]:
+            one, changes = tested, (("window", kind.probed), ("spec", spec)) if ring else ()
+            if ring and spec != first.spec:
                 one = replace(tested, note=f" with heads {spec.ulysses}")
-            changes = ("window", kind.probed), ("spec", spec)
             with replaced(*((layer, *each) for layer in layers.values() for each in changes)):
                 results.probes += [*mask_probes(one, 4), *value_probes(one, layers)]
         most = min(args.seq_length, LONG[tested.device.type] // kind.batch_size)
         long = _at_length(tested, most)
         tokens = long.kind.tokens
         if tokens > kind.tokens or kind.probed != kind.window:
-            alone = {kind.layer: first}
-            results.probes += [*mask_probes(long, 1), *value_probes(long, alone, SAMPLED)]
+            with settings.in_force(used):
+                alone = _make_layer(made, config, long.kind, kind.layer, groups)
+            long = replace(long, layer=alone)
+            probes = value_probes(long, {kind.layer: alone}, SAMPLED)
+            results.probes += [*mask_probes(long, 1), *probes]
         if reach := _reach(args, kind, tokens):
             results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
 
 
-def _make_layer(config: Any, kind: LayerKind, number: int, groups: Any) -> Any:
-    """Build the job's core attention of this layer, as its attention layer does."""
+def _make_layer(made: Any, config: Any, kind: LayerKind, number: int, groups: Any) -> Any:
+    """Build the job's core attention of this layer, of the class `made`, as its attention layer
+    does. A class other than the ring's has no window that a probe could change later.
+    """
     from megatron.core.transformer.enums import AttnMaskType
-
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
     sizes: dict[str, Any] = {}
     if config.multi_latent_attention:
         sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
     elif config.softmax_scale:
         sizes = {"softmax_scale": config.softmax_scale}
-    layer: Any = RingDotProductAttention(
-        config_of_layer(config, number),
+    own = config_of_layer(config, number)
+    if kind.probed != kind.window and not hasattr(made, "plan_of"):
+        own = copy.copy(own)
+        own.window_size, own.window_attn_skip_freq = kind.probed, None
+    layer: Any = made(
+        own,
         number,
         AttnMaskType.causal,
         "self",
+        attention_dropout=0.0,
         cp_comm_type=kind.comm_type,
         pg_collection=groups,
         **sizes,
@@ -96,7 +110,7 @@ def _make_layer(config: Any, kind: LayerKind, number: int, groups: Any) -> Any:
     if kind.sink == "learnable":  # which begins near 0
         with torch.no_grad():
             layer.softmax_offset.copy_(torch.linspace(-1.0, 2.0, kind.heads))
-    return layer.eval()
+    return layer
 
 
 def _at_length(tested: TestedLayer, tokens: int) -> TestedLayer:

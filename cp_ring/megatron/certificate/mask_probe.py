@@ -74,7 +74,7 @@ def _changed(tested: TestedLayer, picked: list[int], of_keys: bool) -> Tensor:
 
 def _smallest_weight(tested: TestedLayer) -> float:
     """Return a quarter of the smallest weight that a visible token can have."""
-    sink = tested.layer.softmax_offset
+    sink = getattr(tested.layer, "softmax_offset", None)
     extra = 0.0 if sink is None else float(sink.detach().double().exp().max())
     return 0.25 / (tested.kind.tokens + extra)
 

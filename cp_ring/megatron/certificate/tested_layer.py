@@ -70,10 +70,11 @@ class TestedLayer:
         """Call the layer with this rank's tokens of whole batch rows [b, n, heads, size]; return
         out [b, s, h, e].
         """
+        from megatron.core.transformer.enums import AttnMaskType
+
         thd = self.kind.mask == "packed"
         local = [self.local(x) for x in (q, k, v)]
         given = [x[0] if thd else x.transpose(0, 1).contiguous() for x in local]
-        out = self.layer(*given, None, packed_seq_params=self.batch.packed)
-        out = out[:, None] if thd else out
-        heads: Tensor = out.unflatten(-1, (self.kind.heads, -1)).transpose(0, 1)
-        return heads
+        named = {"attn_mask_type": AttnMaskType.causal, "packed_seq_params": self.batch.packed}
+        out: Tensor = self.layer(*given, None, **named)
+        return out.reshape(*self.positions.T.shape, self.kind.heads, -1).transpose(0, 1)
