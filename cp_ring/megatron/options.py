@@ -172,8 +172,8 @@ class Options(Settings, CallSettings):
         """Return True if the job has a certificate: of ring attention, or of any other with
         `only`.
         """
-        ring = self.enabled or self.beneath
-        return self.certify == "only" or bool(ring and self.certify != "off")
+        always = self.enabled or self.beneath != ""
+        return self.certify == "only" or (always and self.certify != "off")
 
     @property
     def kinds(self) -> tuple[str, ...]:

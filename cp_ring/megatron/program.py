@@ -45,28 +45,20 @@ class Program:
     build: Callable[[Any], Any] | None = None
 
 
-class _Began:
-    """Holds the program that `enable` started, if there is one."""
-
-    program: Program | None = None
-
-    def clear(self) -> None:
-        self.program = None
-
-
-_began = RUNTIME.keep(_Began())
+_began: Any = RUNTIME.cell(None)
+"""Holds the program that `enable` started, if there is one."""
 
 
 def begin(program: Program | None) -> None:
     """Make `program` the program of this process; None forgets it."""
-    _began.program = program
+    _began.value = program
 
 
 def arguments_of(config: Any) -> argparse.Namespace:
     """Return the fields of a `TransformerConfig` under the names of Megatron's arguments, with the
     values that `enable` was given.
     """
-    program = _began.program or Program()
+    program = _began.value or Program()
     absent = dict.fromkeys(
         ("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save")
     )
@@ -158,7 +150,7 @@ def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
     from Megatron's. A printed line says that such a model, or a later one of another kind, is not
     covered.
     """
-    program = _began.program
+    program = _began.value
     if program is None or program.probing or settings.current().certify == "off":
         return
     from megatron.core import parallel_state  # slow to import, and installed with Megatron only
@@ -212,17 +204,17 @@ def certify(
     Raises:
         ConfigError: on all ranks, if a probe fails.
     """
-    if _began.program is None:
+    if _began.value is None:
         with (
-            replaced((_began, "program", Program(**program, build=build))),
+            replaced((_began, "value", Program(**program, build=build))),
             settings.in_force(Options.make()),
         ):
             return _examine(arguments_of(config), forward_step)
     if program:
-        raise ConfigError(f"cp_ring.megatron.certify: give {', '.join(program)} to enable")
+        raise ConfigError("cp_ring.megatron.certify: give sizes to enable, which was called")
     if settings.current().certify == "off":
         return None
-    _began.program.build = build
+    _began.value.build = build
     return _examine(accept_model(config), forward_step)
 
 
@@ -230,17 +222,11 @@ def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
     from cp_ring.megatron.certificate import certify as probes  # imports Megatron
     from cp_ring.megatron.certificate.tiny_model import own_device
 
-    program = _began.program
-    assert program is not None, "there is no program to examine"
+    program = _began.value
     program.certified.add(_kind_of(args))
-    program.probing = True
-    try:
-        # A program may build its model on the meta device, or without gradients.
-        with torch.device(own_device()), torch.enable_grad():
-            certificate = probes.run_probes(args, step=step)
-    finally:
-        program.probing = False
-    problem = probes.verdict(certificate)
-    if problem:
+    # A program may build its model on the meta device, or without gradients.
+    with replaced((program, "probing", True)), torch.device(own_device()), torch.enable_grad():
+        certificate = probes.run_probes(args, step=step)
+    if problem := probes.verdict(certificate):
         raise ConfigError(problem)
     return certificate

@@ -34,4 +34,4 @@ def with_core(core):
 
 
 any_ring = with_core(StandInRing)
-wrong_ring = with_core(faulty("positions of the wrong rank"))
+wrong_ring = with_core(faulty(believed=0))

@@ -84,7 +84,7 @@ def build(**more):
 def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, capfd):
     used = enabled(Options.make(route="ring"), seq_length=64, packed=True)
     assert used.enabled and settings.current() == used
-    with pytest.raises(ConfigError, match="certify: give packed to enable"):
+    with pytest.raises(ConfigError, match="certify: give sizes to enable"):
         cp_ring.megatron.certify(None, None, None, packed=True)
     with pytest.raises(ConfigError, match="a causal layer sees nothing after its own position"):
         build(window_size=(5, 3))

@@ -225,13 +225,12 @@ def core_classes(args: argparse.Namespace, kinds: list[LayerKind]) -> dict[int, 
         from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
         return {kind.layer: RingDotProductAttention for kind in kinds}
-    of_mask = [kind for kind in kinds if kind.mask == kinds[0].mask]
-    tiny = tiny_args(args, of_mask)
+    tiny = tiny_args(args, kinds)
     with group_of_this_rank() as alone, arguments_in_force(tiny, one_stage(alone)):
         cores = [layer.core_attention for layer in attention_layers(build(tiny))]
     names = sorted({type(core).__name__ for core in cores})
     note(f"certificate of {', '.join(names)}, without --cp-ring")
-    chosen = chosen_layers(args, transformer_config(args), of_mask)
+    chosen = chosen_layers(args, transformer_config(args), kinds)
     # layers that predict further tokens come last, and may count from 1 again
     return {chosen[core.layer_number - 1]: type(core) for core in reversed(cores)}
 
