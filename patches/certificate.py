@@ -23,15 +23,13 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.training import training
 
     setup, pretrain = training.setup_model_and_optimizer, training.pretrain
-    steps: list[Any] = []
+    given: dict[str, Any] = {}
 
     @functools.wraps(setup)
     def certify_first(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
         from cp_ring.megatron.certificate.certify import certify  # imports Megatron
 
-        certify(get_args(), steps[-1] if steps else None)
+        certify(training.get_args(), given.get("forward_step_func"))
         if current().certify == "only":
             note("the certificate is made; nothing is trained (--cp-ring-certify only)")
             dist.barrier()
@@ -40,8 +38,7 @@ def _replacements() -> Iterator[Replacement]:
 
     @functools.wraps(pretrain)
     def pretrain_with(*args: Any, **kwargs: Any) -> Any:
-        step = arguments_of(pretrain, *args, **kwargs).get("forward_step_func")
-        steps[:] = [step] * (step is not None)
+        given.update(arguments_of(pretrain, *args, **kwargs))
         return pretrain(*args, **kwargs)
 
     yield training, "setup_model_and_optimizer", certify_first
@@ -52,6 +49,6 @@ PATCH = Patch(
     what="probes ring attention and the loss on the job's own ranks before the model is built "
     "(--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
-    needed=lambda args, options: options.enabled and not args.program and options.certify != "off",
+    needed=lambda args, options: options.certifies and not args.program,
     replacements=_replacements,
 )

@@ -29,7 +29,13 @@ def install(argv: Sequence[str]) -> Options:
     CUDA nor --cp-ring-cpu.
     """
     config = flags(argv)
-    if not (config.enabled or config.cpu or config.beneath):
+    asks = any(word.startswith("--cp-ring-certify") for word in argv)
+    if asks and config.certify != "off" and not config.certifies:
+        raise ConfigError(
+            f"--cp-ring-certify {config.certify} examines ring attention: give --cp-ring too, or "
+            "--cp-ring-certify only, which examines any attention and trains nothing"
+        )
+    if not (config.enabled or config.cpu or config.beneath or config.certify == "only"):
         return config
     check_version()
     if config.enabled and not config.cpu:

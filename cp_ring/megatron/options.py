@@ -169,6 +169,14 @@ class Options(Settings, CallSettings):
         return LAYOUTS[self.layout]
 
     @property
+    def certifies(self) -> bool:
+        """Return True if the job has a certificate: of ring attention, or of any other with
+        `only`.
+        """
+        always = self.enabled or self.beneath != ""
+        return self.certify == "only" or (always and self.certify != "off")
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds in `mask_kinds`."""
         return tuple(self.mask_kinds.split(",")) if self.mask_kinds else ()

@@ -18,6 +18,7 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import resolve
 from cp_ring.megatron.options import Options
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
@@ -44,28 +45,20 @@ class Program:
     build: Callable[[Any], Any] | None = None
 
 
-class _Began:
-    """Holds the program that `enable` started, if there is one."""
-
-    program: Program | None = None
-
-    def clear(self) -> None:
-        self.program = None
-
-
-_began = RUNTIME.keep(_Began())
+_began: Any = RUNTIME.cell(None)
+"""Holds the program that `enable` started, if there is one."""
 
 
 def begin(program: Program | None) -> None:
     """Make `program` the program of this process; None forgets it."""
-    _began.program = program
+    _began.value = program
 
 
 def arguments_of(config: Any) -> argparse.Namespace:
     """Return the fields of a `TransformerConfig` under the names of Megatron's arguments, with the
     values that `enable` was given.
     """
-    program = _began.program or Program()
+    program = _began.value or Program()
     absent = dict.fromkeys(
         ("window_size", "window_attn_skip_freq", "mtp_num_layers", "load", "save")
     )
@@ -157,7 +150,7 @@ def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
     from Megatron's. A printed line says that such a model, or a later one of another kind, is not
     covered.
     """
-    program = _began.program
+    program = _began.value
     if program is None or program.probing or settings.current().certify == "off":
         return
     from megatron.core import parallel_state  # slow to import, and installed with Megatron only
@@ -179,14 +172,18 @@ def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
         _examine(args, None)
 
 
-def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep) -> Any:
+def certify(
+    config: Any, build: Callable[[Any], Any], forward_step: ForwardStep, **program: Any
+) -> Any:
     """Probe attention, and the loss and gradients of a tiny model that the program itself builds.
     All ranks call it together.
 
         cp_ring.megatron.certify(config, build_model, forward_step)
 
-    Call it after `cp_ring.megatron.enable` and after Megatron has made its parallel groups. Without
-    this call the certificate is made when the first model is built, and does not cover the loss.
+    Call it after Megatron has made its parallel groups. After `cp_ring.megatron.enable` it examines
+    ring attention; without this call the certificate is then made when the first model is built,
+    and does not cover the loss. Without `enable` it examines the attention that the model has, such
+    as TransformerEngine's own, or the ring beneath it.
 
     Args:
         config: the `TransformerConfig` of the model.
@@ -196,9 +193,10 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
             returns the losses of tokens and a loss function. It splits the batch itself, for
             example with `split_batch`. An item of the iterator is a dictionary of tokens, labels,
             position_ids and loss_mask, each [b, n] of whole batch rows. After
-            `enable(packed=True)` an item is one batch row of packed documents, with offsets
+            `packed=True` an item is one batch row of packed documents, with offsets
             `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`, int32 [1], as in the data
             sets of Megatron's scripts; each document has a multiple of 2 * cp tokens.
+        program: without `enable`, its `seq_length`, `micro_batch_size` and `packed`.
 
     Returns:
         The certificate (`cp_ring.megatron.certificate.Certificate`), or None with `certify="off"`.
@@ -206,11 +204,17 @@ def certify(config: Any, build: Callable[[Any], Any], forward_step: ForwardStep)
     Raises:
         ConfigError: on all ranks, if a probe fails.
     """
-    if _began.program is None:
-        raise ConfigError("cp_ring.megatron.certify: call cp_ring.megatron.enable first")
+    if _began.value is None:
+        with (
+            replaced((_began, "value", Program(**program, build=build))),
+            settings.in_force(Options.make()),
+        ):
+            return _examine(arguments_of(config), forward_step)
+    if program:
+        raise ConfigError("cp_ring.megatron.certify: give sizes to enable, which was called")
     if settings.current().certify == "off":
         return None
-    _began.program.build = build
+    _began.value.build = build
     return _examine(accept_model(config), forward_step)
 
 
@@ -218,17 +222,11 @@ def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
     from cp_ring.megatron.certificate import certify as probes  # imports Megatron
     from cp_ring.megatron.certificate.tiny_model import own_device
 
-    program = _began.program
-    assert program is not None, "there is no program to examine"
+    program = _began.value
     program.certified.add(_kind_of(args))
-    program.probing = True
-    try:
-        # A program may build its model on the meta device, or without gradients.
-        with torch.device(own_device()), torch.enable_grad():
-            certificate = probes.run_probes(args, step=step)
-    finally:
-        program.probing = False
-    problem = probes.verdict(certificate)
-    if problem:
+    # A program may build its model on the meta device, or without gradients.
+    with replaced((program, "probing", True)), torch.device(own_device()), torch.enable_grad():
+        certificate = probes.run_probes(args, step=step)
+    if problem := probes.verdict(certificate):
         raise ConfigError(problem)
     return certificate

@@ -55,7 +55,9 @@ def run(job, folder):
                     write([*found, entry | {"rejections": [str(error)]}])
                     os._exit(STOPPED)
             entry["rejections"] = [probe.rejection() for probe in certificate.failures]
-            entry |= {"failure": certificate.failure, "not_covered": certificate.not_covered}
+            gaps = certificate.not_covered
+            failure = next((gap[10:-1] for gap in gaps if gap.startswith("the loss (")), "")
+            entry |= {"failure": failure, "not_covered": gaps}
             changed = process_state.changes(before, process_state.whole())
             found.append(asdict(certificate) | entry | {"changed": changed})
         if os.environ["RANK"] == "0":

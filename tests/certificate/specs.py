@@ -7,6 +7,7 @@ import dataclasses
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from tests.certificate.stand_in import StandInRing, faulty
 from tests.parity.specs import Norm
 
 
@@ -19,3 +20,18 @@ def _experts():
 
 
 experts = _experts()
+
+
+def with_core(core):
+    """Megatron's local layer with this core attention."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    attention = spec.submodules.self_attention
+    inner = dataclasses.replace(attention.submodules, core_attention=core)
+    attention = dataclasses.replace(attention, submodules=inner)
+    return dataclasses.replace(
+        spec, submodules=dataclasses.replace(spec.submodules, self_attention=attention)
+    )
+
+
+any_ring = with_core(StandInRing)
+wrong_ring = with_core(faulty(believed=0))

@@ -62,7 +62,6 @@ EXAMPLES = {
     "The job": """
 --no-cp-ring --cp-ring-loss-chunk 64
 --cp-ring-beneath te
---no-cp-ring --cp-ring-beneath te --cp-ring-certify only
 --cp-ring-loss-chunk 8 --defer-embedding-wgrad-compute
 --cp-ring-balance-microbatches
 --cp-ring-balance-microbatches --cp-ring-document-mask

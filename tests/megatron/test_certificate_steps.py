@@ -105,7 +105,7 @@ def test_a_line_begins_with_what_is_not_covered(ended):
     probe = Probe("mask", "layer 1 (no window)", "causal", 0.0, 0.0)
     up_to = {"layer 1 (no window) under causal": "4096 of 131072 tokens"}
     why = "forward_step: ValueError: x (rank 1)"
-    certificate = Certificate([probe], {}, [f"the loss ({why})"], up_to, why)
+    certificate = Certificate([probe], {}, [f"the loss ({why})"], up_to)
     (summary,) = ended(certificate)
     assert summary.startswith(
         "certificate: not covered: the loss (forward_step: ValueError: x (rank 1)); 1 probes "

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from cp_ring.megatron.certificate.batch import sample
 from cp_ring.megatron.certificate.dense_oracle import declared_rule
-from cp_ring.megatron.certificate.user_masks import sample
 from cp_ring.megatron.options import MASK_KINDS
 
 

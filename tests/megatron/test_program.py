@@ -84,6 +84,8 @@ def build(**more):
 def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, capfd):
     used = enabled(Options.make(route="ring"), seq_length=64, packed=True)
     assert used.enabled and settings.current() == used
+    with pytest.raises(ConfigError, match="certify: give sizes to enable"):
+        cp_ring.megatron.certify(None, None, None, packed=True)
     with pytest.raises(ConfigError, match="a causal layer sees nothing after its own position"):
         build(window_size=(5, 3))
     assert "certificate" not in capfd.readouterr().out
@@ -133,8 +135,6 @@ def test_settings_that_cannot_work_are_rejected_in_one_line(enabled):
         enabled(certify="only")
     with pytest.raises(ConfigError, match=r"transformer_engine\.use_ring in place of enable"):
         enabled(beneath="te")
-    with pytest.raises(ConfigError, match=r"call cp_ring\.megatron\.enable first"):
-        cp_ring.megatron.certify(None, None, None)
     with pytest.raises(AttributeError, match="has no attribute 'enabel'"):
         cp_ring.megatron.enabel  # noqa: B018
     assert not patches.applied()

@@ -141,10 +141,9 @@ def main():
     from tests.programs import beneath  # imports Megatron
 
     cp = int(os.environ["WORLD_SIZE"]) // pp
+    sizes = {"seq_length": SEQUENCE, "micro_batch_size": 1 if packed else 2, "packed": packed}
     if ring == "1":
-        cp_ring.megatron.enable(
-            cpu=True, seq_length=SEQUENCE, micro_batch_size=1 if packed else 2, packed=packed
-        )
+        cp_ring.megatron.enable(cpu=True, **sizes)
     for name in ("cpu_runtime", "dataset_helpers"):  # where `enable` has not applied them
         patches.get(name).apply()
     if ring == "te":
@@ -182,9 +181,10 @@ def main():
         """Makes the certificate with Bridge's forward step, and keeps losses and norms."""
 
         def on_train_start(self, context):
-            if ring == "1":
+            if ring != "0" and cp > 1:
                 step = partial(in_bridges_words, context.state)
-                found = cp_ring.megatron.certify(cfg.model, build, step)
+                more = sizes if ring == "te" else {}
+                found = cp_ring.megatron.certify(cfg.model, build, step, **more)
                 outcome["not covered"] = found.not_covered
                 outcome["probes"] = sorted({probe.name for probe in found.probes})
 

@@ -54,5 +54,6 @@ def test_gpt_oss_trains_with_the_ring_beneath_its_own_classes(tmp_path, monkeypa
     two = run(tmp_path / "2", "gpt_oss", work, 2, ring="te")
     for found, wanted in zip(two["steps"], one["steps"], strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
-    assert two["beneath"][:4] == [1, 2, 1, 2] and not one["beneath"]
+    assert two["beneath"][-4:] == [1, 2, 1, 2] and not one["beneath"]
+    assert two["not covered"] == [] and {"dsink", "gradients"} <= {*two["probes"]}
     assert len(two["same"]) > 20 and all(two["same"])

@@ -220,9 +220,3 @@ def _probe(
         token = f"token {int(places[row, place])} of batch row {row}"
         where = f"{token} has another {name} than {source}"
     return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
-
-
-def uncovered(seen: Seen) -> list[str]:
-    """Return texts about what the observed microbatch does not show."""
-    missing = [NAMES[name] for name in ("tokens", "labels", "weights") if name not in seen]
-    return [f"each {name} at the job's own length (the forward step hides it)" for name in missing]

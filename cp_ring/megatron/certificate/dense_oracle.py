@@ -81,6 +81,16 @@ def declared_rule(mask: Mask) -> MaskRule:
     return MaskRule(sees, torch.from_numpy(mask.positions), torch.from_numpy(mask.last), (*edges,))
 
 
+def allowed_pairs(
+    rules: Sequence[MaskRule], queries: Tensor, keys: Tensor, window: tuple[int, int]
+) -> Tensor:
+    """Return which keys each query may see, bool [b, s, n]: `MaskRule.allowed` of each batch row's
+    queries [b, s] and keys [b, n].
+    """
+    each = zip(rules, queries, keys, strict=True)
+    return torch.stack([rule.allowed(query, key, window) for rule, query, key in each])
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -89,29 +99,30 @@ def attend(
     scale: float,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention in float64, [s, h, e]; zero for a query that sees no key.
+    """Compute attention in float64, [b, s, h, e]; zero for a query that sees no key.
 
-    q [s, h, d], k [n, g, d], v [n, g, e], allowed bool [s, n], sink [h].
+    q [b, s, h, d], k [b, n, g, d], v [b, n, g, e], allowed bool [b, s, n], sink [h].
     """
     q, k, v = (x.double() for x in (q, k, v))
-    shared = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
-    blind = ~allowed.any(1)[:, None]
-    scores = torch.einsum("shd,nhd->hsn", q, k) * scale
+    shared = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
+    allowed = allowed[:, None]
+    blind = ~allowed.any(3, keepdim=True)
+    scores = torch.einsum("bshd,bnhd->bhsn", q, k) * scale
     scores = scores.masked_fill(~(allowed | blind), -math.inf)
     total = scores.logsumexp(-1, keepdim=True)
     if sink is not None:
         total = torch.logaddexp(total, sink.double()[:, None, None])
     weight = (scores - total).exp().masked_fill(blind, 0.0)
-    return torch.einsum("hsn,nhe->she", weight, v)
+    return torch.einsum("bhsn,bnhe->bshe", weight, v)
 
 
 class DenseAttention(torch.nn.Module):
-    """Core attention of a whole sequence in float64, with the arguments that Megatron gives to core
+    """Core attention of whole batch rows in float64, with the arguments that Megatron gives to core
     attention.
 
-    Replaces `ring`, a layer's RingDotProductAttention, and shares its parameter. `rules` holds the
-    mask rule of each batch row.
+    Replaces `ring`, a layer's core attention, and shares its parameter. `rules` holds the mask rule
+    of each batch row.
     """
 
     softmax_offset: Tensor | None
@@ -136,10 +147,8 @@ class DenseAttention(torch.nn.Module):
         """
         if query.dim() == 3:
             return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
-        positions = torch.arange(len(query), device=query.device)
-        outputs = []
-        for row, rule in enumerate(self.rules):
-            allowed = rule.allowed(positions, positions, self.window)
-            q, k, v = (x[:, row] for x in (query, key, value))
-            outputs.append(attend(q, k, v, allowed, self.scale, self.softmax_offset))
-        return torch.stack(outputs, 1).flatten(2).to(query.dtype)
+        places = torch.arange(len(query), device=query.device).expand(len(self.rules), -1)
+        allowed = allowed_pairs(self.rules, places, places, self.window)
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        out = attend(q, k, v, allowed, self.scale, self.softmax_offset)
+        return out.transpose(0, 1).flatten(2).to(query.dtype)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
@@ -134,6 +135,11 @@ def declared_window(config: Any, layer: int) -> tuple[int, int]:
     from megatron.core.transformer.utils import is_layer_window_attention  # slow to import
 
     size = config.window_size
+    if isinstance(size, int):
+        raise ConfigError(
+            f"--cp-ring-certify: window_size {size} is one number, which a class of its own reads "
+            "by layer; the certificate knows windows of two numbers"
+        )
     if is_layer_window_attention(size, config.window_attn_skip_freq, layer):
         return int(size[0]), int(size[1])
     return -1, -1

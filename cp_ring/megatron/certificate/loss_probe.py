@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import compat
@@ -38,6 +37,7 @@ from cp_ring.megatron.certificate.tiny_model import (
     arguments_in_force,
     arguments_of_microbatch,
     build,
+    group_of_this_rank,
     one_stage,
     own_device,
     tiny_args,
@@ -50,16 +50,6 @@ from cp_ring.megatron.wrapping import replaced
 NAME = "tiny model"
 MICROBATCHES = 2
 MOST_TOKENS = 1 << 20  # limit for a microbatch of the job's own length
-
-
-def _group_of_this_rank() -> Any:
-    """Return a process group of this rank alone, made without waiting for other ranks.
-
-    If the job's group is bound to a device, torch would split its NCCL communicator, and NCCL waits
-    for all ranks of the job.
-    """
-    with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
-        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def is_own(step: ForwardStep | None) -> bool:
@@ -82,19 +72,18 @@ def probe_losses(
         return
     config = transformer_config(args)
     results.not_covered += [f"{what}, in the loss" for what in uncovered_layers(args, config)]
-    alone = _group_of_this_rank()
-    try:
-        # the job's kernel may not know float32, and matrix products on CUDA may round to TF32
-        kernel = "reference" if own_device().type == "cuda" else "auto"
-        with settings.in_force(replace(settings.current(), kernel=kernel)):
-            for mask in _masks_of_loss(args, step):
-                if reason := uncovered_states(args, mask):
-                    results.not_covered.append(reason)
-                    continue
-                kinds = find_layer_kinds(args, config, (mask,))
-                _probe_loss(args, kinds, alone, step, seed, results)
-    finally:
-        dist.destroy_process_group(alone)
+    # the job's kernel may not know float32, and matrix products on CUDA may round to TF32
+    kernel = "reference" if own_device().type == "cuda" else "auto"
+    with (
+        group_of_this_rank() as alone,
+        settings.in_force(replace(settings.current(), kernel=kernel)),
+    ):
+        for mask in _masks_of_loss(args, step):
+            if reason := uncovered_states(args, mask):
+                results.not_covered.append(reason)
+                continue
+            kinds = find_layer_kinds(args, config, (mask,))
+            _probe_loss(args, kinds, alone, step, seed, results)
 
 
 def _masks_of_loss(args: argparse.Namespace, step: ForwardStep | None) -> list[str]:
@@ -152,15 +141,23 @@ def _probe_loss(
     sums = ours.sums and not settings.current().stock_loss_average
     exact = args.calculate_per_token_loss or sums
     data = long.data(seed, distinct=True)
-    results.probes += compare(ours, wanted, counts, places, (NAME, mask), exact)
+    rounds = args.params_dtype != torch.float32 and not settings.current().enabled
+    results.probes += compare(ours, wanted, counts, places, (NAME, mask), exact, rounds)
     results.probes += batch_probe.compare(seen, truth, data, mine_long, about)
     results.probes += batch_probe.compare_stages(seen, stages, about)
-    gaps = [*batch_probe.uncovered(seen), *_unseen(args, long.kind)]
-    if args.pipeline_model_parallel_size > 1 and not stages:
-        gaps.append("inputs of later pipeline stages")
-    if not exact:
-        gaps.append("loss and gradients: the ranks average means, in which tokens weigh unlike")
-    results.not_covered += [gap for gap in gaps if gap not in results.not_covered]
+    missing = 0 if mask == "packed" else args.micro_batch_size - long.kind.batch_size
+    gaps = {
+        "inputs of later pipeline stages": args.pipeline_model_parallel_size > 1 and not stages,
+        "loss and gradients: the ranks average means, in which tokens weigh unlike": not exact,
+        "the microbatch at the job's own length (enable(seq_length=...) tells it)": (
+            not args.seq_length
+        ),
+        f"labels and weights of {missing} of {args.micro_batch_size} batch rows": missing,
+    }
+    for name in ("tokens", "labels", "weights"):
+        hidden = f"each {batch_probe.NAMES[name]} at the job's own length"
+        gaps[f"{hidden} (the forward step hides it)"] = name not in seen
+    results.not_covered += [gap for gap in gaps if gaps[gap] and gap not in results.not_covered]
     rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
     shown = any(probe.name == batch_probe.NAMES["rotary"] for probe in results.probes)
     if rotates and tokens < args.seq_length and not shown:
@@ -231,13 +228,3 @@ def _run(
     microbatches = [batch.data(seed + i, blind=blind) for i in range(MICROBATCHES)]
     with in_force(args, batch):
         return model, began, seen, train(args, model, microbatches, step)
-
-
-def _unseen(args: argparse.Namespace, long: LayerKind) -> list[str]:
-    """Return texts about what the microbatch of the job's own length leaves out."""
-    if not args.seq_length:
-        return ["the microbatch at the job's own length (enable(seq_length=...) tells it)"]
-    missing = args.micro_batch_size - long.batch_size
-    if long.mask == "packed" or not missing:
-        return []
-    return [f"labels and weights of {missing} of {args.micro_batch_size} batch rows"]

@@ -22,7 +22,11 @@ from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
-from cp_ring.megatron.certificate.tiny_model import arguments_in_force, one_stage
+from cp_ring.megatron.certificate.tiny_model import (
+    arguments_in_force,
+    attention_layers,
+    one_stage,
+)
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
@@ -41,15 +45,12 @@ def follow_rules(model: Any, rules: list[MaskRule]) -> None:
     """Make the layers of the reference run follow the flags: dense masks in place of the ring, and
     recurrent layers document by document.
     """
-    from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
-
     scale = declared_scale(model.config)[0]
     paths = [_paths(rule) for rule in rules]
+    for layer in attention_layers(model):
+        window = declared_window(model.config, layer.core_attention.layer_number)
+        layer.core_attention = DenseAttention(layer.core_attention, window, scale, rules)
     for module in model.modules():
-        ring = getattr(module, "core_attention", None)
-        if isinstance(ring, RingDotProductAttention):
-            window = declared_window(model.config, ring.layer_number)
-            module.core_attention = DenseAttention(ring, window, scale, rules)
         if any(len(of_row) > 1 for of_row in paths) and hasattr(module, "cp_ring_group"):
             module.forward = functools.partial(_by_document, module.forward, paths)
 

@@ -37,9 +37,7 @@ class Probe:
         return self.error / self.bound if self.bound else self.error
 
     def of_rank(self, rank: int) -> Probe:
-        """Return this probe with the rank in `where`, if it has a worst place."""
-        if not self.bound and not self.where:
-            return self
+        """Return this probe with the rank in `where`."""
         return replace(self, where=f"rank {rank}{': ' * bool(self.where)}{self.where}")
 
     def rejection(self) -> str:
@@ -57,15 +55,13 @@ class Certificate:
     """The probes of a job, a description of the job, what the probes left out, and how long they
     took.
 
-    `up_to` tells, by layer and mask, how far the probes went if the job goes further. `failure`
-    tells why the loss could not be probed, or is "".
+    `up_to` tells, by layer and mask, how far the probes went if the job goes further.
     """
 
     probes: list[Probe] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     not_covered: list[str] = field(default_factory=list)
     up_to: dict[str, str] = field(default_factory=dict)
-    failure: str = ""
     seconds: float = 0.0
 
     @property

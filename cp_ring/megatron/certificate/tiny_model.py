@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.certificate.tiny_layers import (
@@ -76,7 +78,8 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Name
     vars(own).update(vars(tiny))
     if hasattr(config, "per_block_parameters"):
         own.per_block_parameters = [_one_block(config, tiny)] * tiny.num_layers
-    return with_changes(argparse.Namespace(**vars(args), tiny_config=own), changes)
+    more = {"tiny_config": own, "attention_dtype": args.params_dtype}
+    return with_changes(argparse.Namespace(**vars(args), **more), changes)
 
 
 def _one_block(config: Any, tiny: Any) -> Any:
@@ -180,18 +183,71 @@ def own_device() -> torch.device:
 
 
 def build(args: argparse.Namespace) -> Any:
-    """Build the model of `args` with all its layers on this rank's device."""
+    """Build the model of `args` with all its layers on this rank's device. Attention other than the
+    ring's, whose kernels may not know float32, computes in the dtype of the job.
+    """
     from megatron.core import tensor_parallel
 
     config = args.tiny_config
     if hasattr(args, "transformer_config"):
-        return args.build(config).to(own_device())
-    from cp_ring.megatron import gpt_model  # imports Megatron
+        model = args.build(config)
+    else:
+        from cp_ring.megatron import gpt_model  # imports Megatron
 
-    model = gpt_model.build(config=config)
-    for parameter in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        model = gpt_model.build(config=config)
+        for parameter in model.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    for layer in attention_layers(model):
+        core = layer.core_attention
+        if not hasattr(core, "plan_of"):
+            core.forward = functools.partial(_in_dtype, core.forward, args.attention_dtype)
     return model.to(own_device())
+
+
+def _in_dtype(forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **named: Any) -> Any:
+    q, k, v, *rest = args
+    return forward(*(x.to(dtype) for x in (q, k, v)), *rest, **named).to(q.dtype)
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """Return the layers of a model whose core attention the certificate examines: all but
+    Megatron's sparse attention, which splits tokens itself.
+    """
+    cores = ((module, getattr(module, "core_attention", None)) for module in model.modules())
+    return [module for module, core in cores if core and not type(core).__name__.startswith("DSA")]
+
+
+def core_classes(args: argparse.Namespace, kinds: list[LayerKind]) -> dict[int, Any]:
+    """Return the class of the core attention of the first layer of each of `kinds`, by its number.
+    Without --cp-ring it is found in a tiny model.
+    """
+    if settings.current().enabled:
+        from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
+
+        return {kind.layer: RingDotProductAttention for kind in kinds}
+    tiny = tiny_args(args, kinds)
+    with group_of_this_rank() as alone, arguments_in_force(tiny, one_stage(alone)):
+        cores = [layer.core_attention for layer in attention_layers(build(tiny))]
+    names = sorted({type(core).__name__ for core in cores})
+    note(f"certificate of {', '.join(names)}, without --cp-ring")
+    chosen = chosen_layers(args, transformer_config(args), kinds)
+    # layers that predict further tokens come last, and may count from 1 again
+    return {chosen[core.layer_number - 1]: type(core) for core in reversed(cores)}
+
+
+@contextmanager
+def group_of_this_rank() -> Iterator[Any]:
+    """Make a process group of this rank alone for the block, without waiting for other ranks.
+
+    If the job's group is bound to a device, torch would split its NCCL communicator, and NCCL waits
+    for all ranks of the job.
+    """
+    with replaced((dist.distributed_c10d._get_default_group(), "bound_device_id", None)):
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    try:
+        yield alone
+    finally:
+        dist.destroy_process_group(alone)
 
 
 @contextmanager

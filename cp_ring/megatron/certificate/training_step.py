@@ -15,10 +15,6 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.plan.sizes.attention_sizes import widening
 
-# Norm of the error over norm of the truth; matrix products on CUDA may round to TF32.
-BOUND = {"cpu": 1e-4, "cuda": 1e-2}
-GRADIENTS_BOUND = {"cpu": 1e-4, "cuda": 1e-1}
-
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 
 
@@ -102,25 +98,30 @@ def compare(
     positions: Tensor,
     about: tuple[str, str],
     exact: bool,
+    rounds: bool,
 ) -> list[Probe]:
     """Compare the job's outcome with that of the reference run, and only the losses of tokens
     unless `exact`. `counts` [b, s] says which of this rank's tokens have a weight in the loss; the
     labels of the others differ between the runs, and must change nothing. `about` names the model
-    and its mask.
+    and its mask, and `rounds` says whether its attention has 16 bits.
     """
-    device, wider = ours.losses.device.type, widening(settings.current().wire)
+    fine = not rounds and ours.losses.device.type == "cpu"
+    # norm of the error over norm of the truth, of losses and gradients; matrix products on CUDA may
+    # round to TF32
+    bounds = (1e-4, 1e-4) if fine else (1e-2, 1e-1)
+    wider = widening(settings.current().wire)
     truth = reference.losses.gather(1, positions)
     difference = (ours.losses - truth).masked_fill(~counts, 0.0)
     batch_row, token = divmod(int(difference.abs().nan_to_num(torch.inf).argmax()), truth.shape[1])
     place = f"worst at query {int(positions[batch_row, token])} of batch row {batch_row}"
-    error, bound = float(difference.norm() / truth.norm()), BOUND[device] + wider
+    error, bound = float(difference.norm() / truth.norm()), bounds[0] + wider
     probes = [Probe("loss of each token", *about, error, bound, place)]
     if exact:
         both = f"{ours.loss:.6g}, at cp 1 {reference.loss:.6g}"
         probes.append(Probe("loss", *about, abs(ours.loss / reference.loss - 1), bound, both))
         worst, error = _worst_gradient(ours.gradients, reference.gradients)
         place = f"worst in {worst}; labels that the loss mask hides are others"
-        bound = GRADIENTS_BOUND[device] + 10 * wider
+        bound = bounds[1] + 10 * wider
         probes.append(Probe("gradients", *about, error, bound, place))
     return probes
 

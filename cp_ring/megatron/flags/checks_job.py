@@ -23,11 +23,6 @@ def ring(args: Asked, options: Options) -> str | None:
             f"--cp-ring-beneath {options.beneath} keeps the attention classes that --cp-ring "
             "replaces: leave out one of the two"
         )
-    if options.beneath and options.certify in ("strict", "only"):
-        return (
-            f"--cp-ring-certify {options.certify} probes the layers of --cp-ring, not those of "
-            "--cp-ring-beneath: leave it out"
-        )
     needing = ("document_mask", "mask_kinds", "loss_chunk", "balance_microbatches")
     found = next((options.flag(name) for name in needing if getattr(options, name)), "")
     return (
