@@ -62,13 +62,11 @@ def test_destroyed_groups_leave_no_threads_and_no_files(tmp_path, size):
 
 
 def _transport(group, backend):
-    ranks = dist.get_process_group_ranks(group)
-    again = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    transport = transport_for(again, torch.device("cpu"))
+    transport = transport_for(dist.new_group(backend=backend), torch.device("cpu"))
     return transport.blocks, transport._tags
 
 
 def test_the_backend_is_that_of_the_tensors(pool):
     """A group may have one for each device, as those of `init_process_group()` do."""
     for backend in ("gloo", "cpu:gloo"):
-        assert pool.run(_transport, 2, backend) == [(True, True)] * 2
+        assert pool.run(_transport, 4, backend) == [(True, True)] * 4

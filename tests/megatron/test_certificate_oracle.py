@@ -5,6 +5,9 @@ layers that flags describe.
 import argparse
 from types import SimpleNamespace
 
+import torch
+
+from cp_ring.megatron.certificate.attention_probes import TestedLayers
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
@@ -41,6 +44,17 @@ def test_a_probe_shows_the_edge_of_its_window():
     (far,) = find_layer_kinds(*job(window_size=(100_000, 0)), ("causal",))
     assert 0 < far.probed[0] < far.tokens / 2 and far.tokens**2 * far.heads <= 4 << 24
     assert far.layer_name == f"layer 1 (window 100000, probed as {far.probed[0]})"
+
+
+def test_layers_get_the_offsets_of_documents_on_their_device():
+    offsets = torch.tensor([0, 8, 16], dtype=torch.int32)
+    given = SimpleNamespace(cu_seqlens_q=offsets, qkv_format="thd")
+    for packed in (given, None):
+        batch = SimpleNamespace(packed=packed, kind=None)
+        meta = torch.device("meta")
+        found = TestedLayers({}, None, torch.float32, meta, 0, batch).packed
+        assert found is None if packed is None else found.cu_seqlens_q.is_meta
+    assert given.cu_seqlens_q is offsets  # which the batch of the probe is made from
 
 
 def test_the_worst_rank_counts_and_nan_is_worst():

@@ -12,6 +12,7 @@ batch rows, h query and g key/value heads, d and e head sizes of keys and values
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -64,6 +65,17 @@ class TestedLayers:
         """The indices in their batch rows of this rank's tokens, int64 [b, s]."""
         return self.batch.positions[self.group.rank()].to(self.device)
 
+    @cached_property
+    def packed(self) -> Any:
+        """The `packed_seq_params` of the microbatch; offsets are on the device, as kernels of other
+        libraries read them.
+        """
+        moved = copy(self.batch.packed)
+        if moved is not None:
+            tensors = {name: x for name, x in vars(moved).items() if isinstance(x, Tensor)}
+            vars(moved).update({name: x.to(self.device) for name, x in tensors.items()})
+        return moved
+
     def probe(self, name: str, error: float, bound: float, where: str) -> Probe:
         """Make the result of a probe of these layers."""
         return Probe(name + self.note, self.kind.layer_name, self.kind.mask, error, bound, where)
@@ -95,7 +107,7 @@ class TestedLayers:
         thd = self.kind.mask == "packed"
         local = [self.local(x) for x in (q, k, v)]
         given = [x[0] if thd else x.transpose(0, 1).contiguous() for x in local]
-        named = {"attn_mask_type": AttnMaskType.causal, "packed_seq_params": self.batch.packed}
+        named = {"attn_mask_type": AttnMaskType.causal, "packed_seq_params": self.packed}
         out: Tensor = layer(*given, None, **named)
         heads = out.reshape(*self.positions.T.shape, self.kind.heads, -1)
         return heads.transpose(0, 1)[:, sampled]
