@@ -321,6 +321,7 @@ OF_OTHERS = (
 WITHOUT_A_WAY = (
     "give a language model",
     "has a schedule of its own, leave schedule out",
+    "make it with backend {}",  # NCCL, for tensors on CUDA
 )
 
 
