@@ -74,6 +74,7 @@ class RingDotProductAttention(PlannedAttention):
         **unknown: Any,
     ) -> None:
         given = {name: x for name, x in locals().items() if x is not None}  # arguments
+        given.pop("self")  # which would keep the layer alive
         super().__init__(
             config, layer_number, attn_mask_type, attention_type, cp_comm_type, pg_collection, ring
         )
