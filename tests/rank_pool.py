@@ -137,7 +137,12 @@ def _run_cases(rank, size, store, pipe):
         # Ranks of a case that others have no part in know calls of their groups that others do not.
         if agreement := sys.modules.get("cp_ring.comm.agreement"):
             agreement.begin_anew()
+        made = dist.distributed_c10d._world.group_count
         try:
-            pipe.send((True, case(groups.get(cp), *args, **kwargs)))
+            result = case(groups.get(cp), *args, **kwargs)
+            # torch names groups by this number, and new_group waits for ranks of the same name
+            if cp < size and made != dist.distributed_c10d._world.group_count:
+                raise RuntimeError("the case made groups that the other ranks of the pool do not")
+            pipe.send((True, result))
         except BaseException:  # SystemExit too, so that the test sees it
             pipe.send((False, traceback.format_exc()))

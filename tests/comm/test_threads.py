@@ -14,10 +14,11 @@ CASES = [(Case.draw(64, seed=seed, dtype=torch.float64), Plan.build(Mask.causal(
 TIMES = 10
 
 
-def attend_in_threads(group):
+def attend_in_threads(_):
     """Each thread calls attention many times in a group of its own, with a mask of its own."""
-    ranks = dist.get_process_group_ranks(group)
-    groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in CASES]
+    groups = [dist.new_group([0, 1]) for _ in CASES]
+    if dist.get_rank() > 1:
+        return None
 
     def many(which):
         return [attend_to_shard(groups[which], *CASES[which]) for _ in range(TIMES)]
@@ -27,7 +28,7 @@ def attend_in_threads(group):
 
 
 def test_groups_of_parallel_threads_do_not_disturb_each_other(pool):
-    results = pool.run(attend_in_threads, 2)
+    results = pool.run(attend_in_threads, 4)[:2]
     for which, (case, plan) in enumerate(CASES):
         truth = brute_force(case, plan.mask.dense())
         for time in range(TIMES):
