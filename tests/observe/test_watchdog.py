@@ -20,8 +20,8 @@ TIMEOUT, RANKS, SLEEPER = 20.0, 4, 2
 
 
 def hanging_rank(rank, port, folder):
-    """Trains two steps of three layers; in step 2, before rank 2 sends the keys of hop 3 of layer
-    2, it sleeps.
+    """Trains two steps of three layers, of which the second is one of a group of ranks 1 to 3; in
+    step 2, before rank 2 sends the keys of hop 2 of layer 2, it sleeps.
     """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
@@ -32,19 +32,24 @@ def hanging_rank(rank, port, folder):
 
     def sleeping_post(self, batch):
         place = watchdog.WATCH.place
-        if rank == SLEEPER and (place.step, place.layer, batch.hop) == (2, 2, 3):
+        if rank == SLEEPER and (place.step, place.layer, batch.hop) == (2, 2, 2):
             time.sleep(600)
         return post(self, batch)
 
     transport.GroupTransport.post = sleeping_post
     dist.barrier()  # ranks need different times to start
     watchdog.start(TIMEOUT)
-    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, RANKS), schedule="ring")
+    some = dist.new_group([1, 2, 3])
+    groups = {layer: dist.group.WORLD if layer != 2 else some for layer in (1, 2, 3)}
+    plans = {
+        layer: Plan.build(Mask.causal(n), Layout.zigzag(n, n // 16), schedule="ring")
+        for layer, n in {1: 64, 2: 48, 3: 64}.items()
+    }
     for step in (1, 2):
-        x = torch.randn(1, 64 // RANKS, 2, 8, requires_grad=True)
-        for layer in (1, 2, 3):
+        x = torch.randn(1, 16, 2, 8, requires_grad=True)
+        for layer in (1, 2, 3) if rank else (1, 3):
             watchdog.enter(layer, step)
-            x = ring_attention(x, x, x, dist.group.WORLD, plan=plan)
+            x = ring_attention(x, x, x, groups[layer], plan=plans[layer])
         x.sum().backward()
         dist.barrier()
 
@@ -87,7 +92,7 @@ def test_a_rank_that_sleeps_in_a_hop_is_named(tmp_path):
         in lines[SLEEPER][0]
     )
     assert any(
-        f"{where} 3: keys from rank {SLEEPER} tokens " in line
+        f"{where} 2: keys from rank {SLEEPER} tokens " in line
         for lines_of in lines
         for line in lines_of
     )
