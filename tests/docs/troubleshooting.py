@@ -62,6 +62,7 @@ EXAMPLES = {
     "The job": """
 --no-cp-ring --cp-ring-loss-chunk 64
 --cp-ring-beneath te
+--no-cp-ring --cp-ring-beneath te --context-parallel-size 2 --dataloader-inter-document-masking
 --cp-ring-loss-chunk 8 --defer-embedding-wgrad-compute
 --cp-ring-balance-microbatches
 --cp-ring-balance-microbatches --cp-ring-document-mask

@@ -23,6 +23,12 @@ def ring(args: Asked, options: Options) -> str | None:
             f"--cp-ring-beneath {options.beneath} keeps the attention classes that --cp-ring "
             "replaces: leave out one of the two"
         )
+    if options.beneath and args.cp > 1 and args.dataloader_inter_document_masking:
+        return (
+            f"--cp-ring-beneath {options.beneath} does not support "
+            "--dataloader-inter-document-masking: Megatron splits its batch rows as a whole, and "
+            "TransformerEngine expects each document to be split: give --cp-ring instead"
+        )
     needing = ("document_mask", "mask_kinds", "loss_chunk", "balance_microbatches")
     found = next((options.flag(name) for name in needing if getattr(options, name)), "")
     return (
