@@ -8,7 +8,7 @@ import torch
 import cp_ring
 from cp_ring import Layout, Mask, Plan
 from cp_ring.plan.moves import Moves
-from cp_ring.plan.proof import check_moves
+from cp_ring.plan.proof import Axis, check_moves
 from cp_ring.testing.local_ring import LocalRing
 from tests.rings import said
 
@@ -140,6 +140,7 @@ def test_a_dimension_that_is_not_there_is_one_line(call, dim):
 def test_moves_of_a_roll_are_proven(cp, shift):
     for layout in (Layout.zigzag(N, cp), layouts(cp)["uneven"], Layout.contiguous(47, cp)):
         moves = Moves.rolled(layout, shift)
-        check_moves(moves, layout, layout, shift)
+        axis = Axis(layout)
+        check_moves(moves, axis, axis, shift)
         assert len(moves.tokens) <= 2 * len(layout.owner) + 1
-        assert said(check_moves, moves, layout, layout, shift + 1).startswith("moves: ")
+        assert said(check_moves, moves, axis, axis, shift + 1).startswith("moves: ")

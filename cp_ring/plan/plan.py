@@ -235,22 +235,26 @@ class Plan:
         `PlanError` that names the rank, the hop and the tokens.
         """
         layout, members, part = self.layout, self.ring.layout, self.ring.part
-        axis = Axis(members)
+        whole, axis = axes = self._axes()
         if layout is not members:
-            Axis(layout)  # which rejects a layout with holes
             if layout.merged(self.ulysses).digest != members.digest:
                 raise PlanError(
                     f"the ring of the plan has other members than {self.ulysses} neighboring ranks "
                     "of the layout"
                 )
-            for one in range(members.cp) if part is None else (part,):
-                check_moves(Moves.gathered(layout, members, one), layout, members, member=one)
+            for one in range(members.cp) if part is None else (part,) * (executed is None):
+                check_moves(Moves.gathered(layout, members, one), whole, axis, member=one)
         proven = report(self.ring, verify(self.ring, num_slots, axis))
         self._proven.add(None)
         every = map(self.rank_plan, range(self.cp if rank_plans else 0))
         for own in (*every, *([executed] if executed else [])):
-            self._verify_part(own, num_slots, axis)
+            self._verify_part(own, num_slots, axes)
         return proven
+
+    def _axes(self) -> tuple[Axis, Axis]:
+        """The places of the ranks' tokens, and of those of the ring's members."""
+        axis = Axis(self.layout)
+        return axis, axis if self.layout is self.ring.layout else Axis(self.ring.layout)
 
     def proven_part(self, rank: int) -> RankPlan:
         """The plan of one rank, proven with the tables that it is made from; each is proven once.
@@ -260,16 +264,16 @@ class Plan:
         own = self.rank_plan(rank)
         if rank not in self._proven:
             if None in self._proven:
-                self._verify_part(own, 2, Axis(self.ring.layout))
+                self._verify_part(own, 2, self._axes())
             else:
                 self.verify(executed=own)
             self._proven.add(rank)
         return own
 
-    def _verify_part(self, part: RankPlan, num_slots: int, axis: Axis) -> None:
+    def _verify_part(self, part: RankPlan, num_slots: int, axes: tuple[Axis, Axis]) -> None:
         if part.exchange is not None:
-            check_moves(part.exchange, self.layout, self.ring.layout, member=part.member)
-        check_rank_plan(self.ring, part, axis)
+            check_moves(part.exchange, *axes, member=part.member)
+        check_rank_plan(self.ring, part, axes[1])
         for backward in (False, True):
             check_order(message_order(part, num_slots, backward), part, num_slots, backward)
 

@@ -100,7 +100,7 @@ class Axis:
             )
         # a shard holds its chunks in ascending order
         chunk = np.argsort(owner, kind="stable")
-        self.token = _spread(edges[chunk], edges[chunk + 1])[1]
+        self.token = _numbers(edges[chunk], edges[chunk + 1])
         self.size = np.bincount(owner, size, layout.cp).astype(np.int64)
         self.first = np.append(0, np.cumsum(self.size))
 
@@ -119,7 +119,7 @@ class Axis:
     def places(self, rows: Transfers) -> Ints:
         """Return the places of the tokens of messages, one message after another."""
         first = self.first[rows.owner]
-        return _spread(first + rows.start, first + rows.end)[1]
+        return _numbers(first + rows.start, first + rows.end)
 
     @cached_property
     def number(self) -> Numbers:
@@ -144,11 +144,17 @@ def _first(wrong: NDArray[np.bool_]) -> list[int]:
     return np.flatnonzero(wrong)[:1].tolist()
 
 
-def _spread(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return pairs (i, number): for each i the numbers from start[i] up to end[i]."""
+def _numbers(start: Ints, end: Ints) -> Ints:
+    """Return for each i the numbers from start[i] up to end[i]."""
     count = end - start
-    which = np.repeat(np.arange(len(count)), count)
-    return which, np.arange(len(which)) + np.repeat(end - np.cumsum(count), count)
+    numbers: Ints = np.repeat(end - np.cumsum(count), count)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
+def _spread(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return pairs (i, number) for `_numbers`."""
+    return np.repeat(np.arange(len(start)), end - start), _numbers(start, end)
 
 
 def _random(count: int, seed: int) -> Numbers:
@@ -624,7 +630,7 @@ def _arriving(hop: Hop) -> list[tuple[int, Ints]]:
     """Return for each of the hop's messages of gradients the buffer whose total it is added to, and
     the token of each row. All lie end to end in one tensor; -1 marks the rows of other messages.
     """
-    tokens = [_spread(*np.array(each.ranges).T)[1] for each in hop.grad_receives]
+    tokens = [_numbers(*np.array(each.ranges).T) for each in hop.grad_receives]
     size = sum(map(len, tokens))
     found, first = [], 0
     for each, its in zip(hop.grad_receives, tokens, strict=True):
@@ -673,16 +679,16 @@ def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], 
 
 
 def check_moves(
-    moves: Moves, before: Layout, after: Layout, shift: int = 0, member: int | None = None
+    moves: Moves, old: Axis, new: Axis, shift: int = 0, member: int | None = None
 ) -> None:
     """Prove that each place of each receiver's new tensor is filled once, by the right token: token
     i of the stream comes to the place of token (i + shift) mod n.
 
-    before, after: the layouts of the ranks' tensors before and after. With `member`, the ranks are
-    those of this member, and each of them will hold the shard of rank `member` of `after`.
+    old, new: the places of the ranks' tensors before and after. With `member`, the ranks are those
+    of this member, and each of them will hold the shard of rank `member` of `new`.
     """
-    old, new, length = Axis(before), Axis(after), moves.tokens
-    sender, receiver, wanted = moves.sender, moves.receiver, np.arange(new.n)
+    sender, receiver, length = moves.sender, moves.receiver, moves.tokens
+    wanted = np.arange(new.n)
     if member is not None:
         _expect((receiver == -1).all(), "moves: a range does not go to every rank")
         sender, receiver = sender + member * moves.ranks, np.full(len(sender), member)
@@ -693,11 +699,9 @@ def check_moves(
         good = known & (length > 0) & (start >= 0) & (start + length <= room)
         for i in _first(~good):
             raise PlanError(f"moves: range {i} is outside of the shard of rank {rank[i]}")
-    (which, place), (_, source) = (
-        _spread(start, start + length)
-        for start in (new.first[receiver] + moves.target, old.first[sender] + moves.source)
-    )
-    token = old.token[source]
+    start, source = new.first[receiver] + moves.target, old.first[sender] + moves.source
+    which, place = _spread(start, start + length)
+    token = old.token[_numbers(source, source + length)]
     _expect(np.array_equal(np.sort(place), wanted), "moves: a place is filled twice, or not at all")
     for i in _first((token + shift - new.token[place]) % new.n != 0):
         raise PlanError(

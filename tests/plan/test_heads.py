@@ -8,7 +8,7 @@ import pytest
 
 from cp_ring.errors import PlanError
 from cp_ring.plan import Layout, Mask, Plan, PlanSpec, split_heads
-from cp_ring.plan.proof import check_moves
+from cp_ring.plan.proof import Axis, check_moves
 from cp_ring.plan.sizes.head_split import check_heads
 
 
@@ -47,12 +47,13 @@ def test_a_spoiled_exchange_is_rejected(column):
     layout = Layout.balanced(Mask.documents([0, 30, 64]), 4)
     merged = layout.merged(2)
     exchange = Plan.build(Mask.full(64), layout, ulysses=2).rank_plan(1).exchange
-    check_moves(exchange, layout, merged, member=0)
+    axes = Axis(layout), Axis(merged)
+    check_moves(exchange, *axes, member=0)
     for place, change in product(range(len(exchange.tokens)), (1, -1)):
         spoiled = getattr(exchange, column).copy()
         spoiled[place] += change
         with pytest.raises(PlanError, match=r"^moves: "):
-            check_moves(replace(exchange, **{column: spoiled}), layout, merged, member=0)
+            check_moves(replace(exchange, **{column: spoiled}), *axes, member=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12])
