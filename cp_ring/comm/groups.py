@@ -24,6 +24,7 @@ from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.records import RankPlan
+from cp_ring.plan.sizes.device_rates import use
 from cp_ring.runtime import RUNTIME
 
 Group = dist.ProcessGroup | DeviceMesh | Transport | None
@@ -83,9 +84,18 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
                 f"{dist.get_backend_config(group)}): make it with backend "
                 f"{'nccl' if device.type == 'cuda' else 'gloo'}"
             )
+        choose_for(device)
         meet_first(group, device)
         of_group[device.type] = GroupTransport(group, device)
     return of_group[device.type]
+
+
+def choose_for(device: torch.device) -> None:
+    """Choose plans by the rates of `device` from now on if it is a GPU that this machine has. Ranks
+    with other GPUs may choose other plans, which the first call of a kind rejects.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        use(torch.cuda.get_device_name(device))
 
 
 def transport_of_call(group: Group, device: torch.device, split: object = None) -> Transport | None:

@@ -29,7 +29,7 @@ from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tiles import OPEN, Tiles, split_at_edges
-from cp_ring.plan.time import BLOCK, CONDITIONS, Traffic
+from cp_ring.plan.time import BLOCK, Conditions, Traffic
 
 if TYPE_CHECKING:
     from cp_ring.plan.layout import Layout
@@ -138,10 +138,10 @@ def balanced_layout(
         if even == GOOD and seconds <= NEAR * ideal:
             break
     most, seconds, _ = min(found, key=lambda one: one[:2])
-    worth = WORTH * seconds if cp > CONDITIONS.node else 0.0
+    worth = WORTH * seconds if cp > Conditions().node else 0.0
     for split in () if good else others:
         even = balance(layers, split)
-        busiest = ideal * balance(layers, split.merged(CONDITIONS.heads_to_try(cp)[-1]))
+        busiest = ideal * balance(layers, split.merged(Conditions().heads_to_try(cp)[-1]))
         if even <= most or busiest <= worth:
             found.append((even, _seconds(layers, split)[0], split))
     ranks = [(even if seconds > worth else 0.0, seconds) for even, seconds, _ in found]
@@ -156,7 +156,7 @@ def balanced_layout(
 
 def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[tuple[Ints, Ints]]:
     """Yield the splits that are compared; few for many ranks, because they take long to make."""
-    many = len(sizes) > 2 * CONDITIONS.node
+    many = len(sizes) > 2 * Conditions().node
     for enough in (ENOUGH, LOOSE)[: 2 - many]:
         for share in (COARSE, *SHARES)[many:]:
             yield _deal(work, rows, sizes, share, enough)
@@ -174,17 +174,17 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
     total, computing = 0.0, 0.0
     for mask, count in layers:
         best, work = np.inf, 0
-        for heads in reversed(CONDITIONS.heads_to_try(split.cp)):
+        for heads in reversed(Conditions().heads_to_try(split.cp)):
             members = split.merged(heads)
-            around = 2 * CONDITIONS.exchange(-(-mask.n // split.cp), heads)
+            around = 2 * Conditions().exchange(-(-mask.n // split.cp), heads)
             tiles, rank, far = shard_tiles(mask.pieces, members)
             pairs, shards = _pairs_of_blocks(tiles), members.tokens_per_rank
-            traffic = Traffic.of(tiles, pairs, rank, far, shards, heads, CONDITIONS)
+            traffic = Traffic.of(tiles, pairs, rank, far, shards, heads, Conditions())
             if traffic.bound + around < min(best, limit / count):
                 best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
             work = int(traffic.pairs.sum())
         total += count * best
-        computing += count * work / split.cp * sum(CONDITIONS.pair_seconds())
+        computing += count * work / split.cp * sum(Conditions().pair_seconds())
     return total, computing
 
 
@@ -196,7 +196,7 @@ def _pairs_of_blocks(tiles: Tiles) -> Ints:
     whole = -(-queries // BLOCK) * -(-keys // BLOCK) * BLOCK**2
     ragged = tiles.area() + BLOCK // 2 * (queries + keys)
     banded = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-    there, back = CONDITIONS.sizes.pair_flops
+    there, back = Conditions().sizes.pair_flops
     begin = BLOCK * (there * queries + back * keys) / (there + back)
     return np.where(banded, ragged, whole) + begin.astype(np.int64)
 
@@ -265,8 +265,8 @@ def _part_of(ranks: int) -> int:
     """Return how many ranks each part gets when `ranks` ranks are split into parts: the ranks of a
     node, then halves.
     """
-    if ranks > CONDITIONS.node and ranks % CONDITIONS.node == 0:
-        return CONDITIONS.node
+    if ranks > Conditions().node and ranks % Conditions().node == 0:
+        return Conditions().node
     return ranks // 2 if ranks % 2 == 0 else 1
 
 

@@ -29,7 +29,8 @@ from cp_ring.plan.records import PlanTables, RankPlan
 from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, ring_distance, text
-from cp_ring.plan.time import CONDITIONS, AttentionTime, Conditions, Traffic, least
+from cp_ring.plan.sizes.device_rates import running
+from cp_ring.plan.time import AttentionTime, Conditions, Traffic, least
 from cp_ring.runtime import RUNTIME
 
 
@@ -205,9 +206,9 @@ class Plan:
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
 
-    def time(self, given: Conditions = CONDITIONS) -> AttentionTime:
+    def time(self, given: Conditions | None = None) -> AttentionTime:
         """Return the predicted time of a layer's attention."""
-        ring, heads = self.ring, self.ulysses
+        ring, heads, given = self.ring, self.ulysses, given or Conditions()
         tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
         shards = ring.layout.tokens_per_rank
         traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
@@ -297,7 +298,7 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
     layout = spec.layout
     split = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout.digest
     names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards, spec.choice
-    key = mask.digest, cp, split, ROUTES.get(spec.route), *names
+    key = mask.digest, cp, split, ROUTES.get(spec.route), running(), *names
     with _locks.setdefault(os.getpid(), Lock()):
         if key in _plans:
             _plans.move_to_end(key)

@@ -38,7 +38,7 @@ from cp_ring.plan.schedule import (
 )
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tiles import Tiles
-from cp_ring.plan.time import CONDITIONS, Traffic
+from cp_ring.plan.time import Conditions, Traffic
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def tables_of(
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
-        shards, given = layout.tokens_per_rank, CONDITIONS.dividing(heads)
+        shards, given = layout.tokens_per_rank, Conditions().dividing(heads)
         traffic = Traffic.of(tiles, tiles.area(), rank, far, shards, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:

@@ -12,7 +12,7 @@ needs to issue it. Everything that chooses or predicts reads this formula (`Traf
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cp_ring.plan.ranges import Ints, depth, union
 from cp_ring.plan.schedule import MOST_MEMBERS, Schedule, auto
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.device_rates import Rates, running
 from cp_ring.plan.sizes.head_split import split_heads, unsplit
 from cp_ring.plan.tiles import OPEN, Tiles
 
@@ -40,11 +40,12 @@ _SIZES = AttentionSizes()
 @dataclass(frozen=True)
 class Conditions:
     """What time is predicted for: the sizes of a layer, the rates of devices and links, and how
-    many neighboring ranks share a node.
+    many neighboring ranks share a node. The defaults are those for which layouts and schedules are
+    chosen, with the rates of the device that runs.
     """
 
     sizes: AttentionSizes = _SIZES
-    rates: Rates = RATES
+    rates: Rates = field(default_factory=running)
     node: int = 8
 
     def members(self, heads: int) -> int:
@@ -104,10 +105,6 @@ class Conditions:
         ]
         inside = [heads for heads in fitting if heads <= near]
         return [1, *inside[-3:], *fitting[len(inside) :]][:4]
-
-
-CONDITIONS = Conditions()
-"""For these, layouts and schedules are chosen where nothing else is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +202,8 @@ class Traffic:
     calls: Ints
     longest: Ints
     shard: int
-    heads: int = 1
-    given: Conditions = CONDITIONS
+    heads: int
+    given: Conditions
 
     @classmethod
     def of(
@@ -216,8 +213,8 @@ class Traffic:
         rank: Ints,
         far: Ints,
         shards: Ints,
-        heads: int = 1,
-        given: Conditions = CONDITIONS,
+        heads: int,
+        given: Conditions,
     ) -> Traffic:
         """Count the traffic of all tiles, joined where they can be, each of `area` pairs, between
         members of `heads` ranks with `shards` tokens.

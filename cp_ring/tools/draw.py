@@ -19,7 +19,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.time import CONDITIONS, AttentionTime, Conditions
+from cp_ring.plan.time import AttentionTime, Conditions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,13 +35,14 @@ INK, FAINT, _IDLE = "#22272e", "#6b7280", "#e5e7eb"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
 
 
-def draw(whole: Plan, path: str, given: Conditions = CONDITIONS) -> None:
+def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
     """Write the picture of a plan to `path`: PNG, SVG or PDF by its ending. Text stays text in SVG
     and PDF. The time is predicted for `given`.
 
     Raises `PlanError` where matplotlib does not know the ending, or the file cannot be written.
     """
     plan, report = whole.ring, whole.verify()
+    given = given or Conditions()
     time, rates = whole.time(given), given.rates
     assumed = (
         f"{rates.forward / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "

@@ -28,13 +28,13 @@ from cp_ring.recurrent.choice import MixerSizes
 from cp_ring.recurrent.pieces import Pieces
 from cp_ring.tools.lengths import packed_rows
 from cp_ring.tools.terminal import (
-    DEFAULT_RATES,
+    DEFAULT_DEVICE,
     AsJson,
+    Device,
     Overrides,
-    Rates,
+    choose_for,
     emit,
     mib,
-    named_rates,
     parse_tokens,
     show_table,
 )  # fmt: skip
@@ -78,7 +78,7 @@ def plan_command(
     heads: Annotated[int | None, _number("Query heads. Default: 32.")] = None,
     kv_heads: Annotated[int | None, _number("Key/value heads. Default: 8.")] = None,
     head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,
-    rates: Rates = DEFAULT_RATES,
+    device: Device = DEFAULT_DEVICE,
     draw: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the picture: a .png, .svg or .pdf file."),
@@ -88,7 +88,7 @@ def plan_command(
     """Plan the attention of one layer. It proves the plan, shows its cost and draws it; it needs no
     GPU.
     """
-    of_device = named_rates(rates)
+    choose_for(device)
     asked = _of_job(job, overrides) if job else Asked()
     if overrides and not job:
         raise ConfigError(f"--set {overrides[0]} changes a job: name one")
@@ -107,7 +107,7 @@ def plan_command(
     n = int(rows[0][-1]) if rows and n is None else n
     masks = [make_mask(n, asked.window, full, row) for row in rows]
     of, compared = masks[0] if rows else make_mask(n, asked.window, full, None), []
-    assumed = Conditions(asked.sizes, of_device, asked.ranks_per_node)
+    assumed = Conditions(asked.sizes, node=asked.ranks_per_node)
     if lengths is not None and layout is head_parallel is None:
         compared = compare(masks, asked, assumed)
         asked = replace(asked, spec=compared[0][0])

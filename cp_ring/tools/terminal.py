@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.sizes import device_rates
-from cp_ring.plan.sizes.device_rates import NAMED
+from cp_ring.plan.sizes.device_rates import NAMED, use
 
 JOB = "A YAML file, or the name of a packaged one (docs/configurations.md)."
 
@@ -28,17 +27,19 @@ Overrides = Annotated[
 ]
 
 
-DEFAULT_RATES = "h100"
-Rates = Annotated[
-    str, typer.Option(metavar="NAME", help=f"Of a device, all assumed: {', '.join(NAMED)}.")
+DEFAULT_DEVICE = "h100"
+Device = Annotated[
+    str, typer.Option(metavar="NAME", help=f"Its rates, all assumed: {', '.join(NAMED)}.")
 ]
 
 
-def named_rates(name: str) -> device_rates.Rates:
-    """Return the rates of that name. Raises `PlanError` for an unknown name."""
-    if name not in NAMED:
-        raise PlanError(f"--rates {name}: known are {', '.join(NAMED)}")
-    return NAMED[name]
+def choose_for(device: str) -> None:
+    """Choose and predict by the rates of a device from now on. Raises `PlanError` for an unknown
+    name.
+    """
+    if device not in NAMED:
+        raise PlanError(f"--device {device}: known are {', '.join(NAMED)}")
+    use(device)
 
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -21,21 +21,21 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.sizes.device_rates import RATES, Rates
+from cp_ring.plan.sizes.device_rates import running
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.time import Conditions
 from cp_ring.tools import job as jobs
 from cp_ring.tools.job import JobConfig
 from cp_ring.tools.lengths import packed_rows
 from cp_ring.tools.terminal import (
-    DEFAULT_RATES,
+    DEFAULT_DEVICE,
     JOB,
     AsJson,
+    Device,
     Overrides,
+    choose_for,
     emit,
-    named_rates,
 )
-from cp_ring.tools.terminal import Rates as NamedRates
 from cp_ring.tools.tune_model import (
     EXPOSED,
     RECOMPUTE,
@@ -79,7 +79,6 @@ class Request:
 
     gpus: int
     ranks_per_node: int = 8
-    rates: Rates = RATES
     memory: float = 80e9
     lengths: str | None = None
     tp: int | None = None
@@ -132,7 +131,7 @@ def tune_command(
     gpus: Annotated[int, typer.Option(help="GPUs of the job.", min=1)],
     overrides: Overrides = None,
     ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", min=1)] = 8,
-    rates: NamedRates = DEFAULT_RATES,
+    device: Device = DEFAULT_DEVICE,
     memory: Annotated[float, typer.Option(help="GB of a GPU.", min=1, metavar="GB")] = 80,
     lengths: Annotated[
         str | None,
@@ -150,9 +149,10 @@ def tune_command(
     if gpus > ranks_per_node and gpus % ranks_per_node:
         raise PlanError(f"--gpus {gpus} is not a multiple of --ranks-per-node {ranks_per_node}")
     node = min(ranks_per_node, gpus)
-    request = Request(gpus, node, named_rates(rates), memory * 1e9, lengths, tp, cp, pp)
+    choose_for(device)
+    request = Request(gpus, node, memory * 1e9, lengths, tp, cp, pp)
     result = tune(jobs.load(job, overrides or []), request)
-    title = f"{job} on {gpus} GPUs, rates {rates}: predicted, not measured"
+    title = f"{job} on {gpus} GPUs, rates of {device}: predicted, not measured"
     emit(facts(result), as_json, lambda: _print(result, title))
     if write:
         way, chosen = result.best[0]
@@ -315,7 +315,7 @@ def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> Traini
         micro_batch=args.micro_batch_size or 1,
         gpus=request.gpus,
         ranks_per_node=request.ranks_per_node,
-        rates=request.rates,
+        rates=running(),
         memory=request.memory,
         overlap=bool(args.overlap_grad_reduce),
         distributed=bool(args.use_distributed_optimizer),

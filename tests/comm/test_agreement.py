@@ -16,6 +16,7 @@ from cp_ring.comm.agreement import FIRST, LIMIT, Agreement, begin_anew
 from cp_ring.errors import PlanError
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.rank_plan import Fact
+from cp_ring.plan.sizes.device_rates import use
 from cp_ring.runtime import RUNTIME
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
 from tests.rank_pool import LIMIT_S
@@ -251,6 +252,21 @@ def test_the_first_call_after_a_reset_is_compared(pool):
     first, *others = pool.run(second_life, 4)
     assert others == [first] * 3 and first[0] == ""
     assert "mask is <Mask of 64 tokens, causal, 2,080 pairs> on rank 0 and" in first[1]
+
+
+def on_two_kinds_of_gpus(group):
+    """What ranks say whose first rank has another GPU, in layouts and hops that they choose."""
+    x = torch.randn(1, 64, 2, 8)
+    RUNTIME.reset()
+    use("h100" if group.rank() == 0 else "cpu")
+    line = said(ring_attention, x, x, x, group, cu_seqlens=[0, 77, 123, 256], layout="balanced")
+    RUNTIME.reset()
+    return line
+
+
+def test_ranks_with_gpus_of_two_kinds_stop(pool):
+    first, *others = pool.run(on_two_kinds_of_gpus, 4)
+    assert others == [first] * 3 and re.search("layout is .* on rank 0 and .* on rank", first)
 
 
 def together(case, *args):

@@ -193,12 +193,15 @@ def rank(n):
     dist.init_process_group("gloo")
     number = dist.get_rank()
     with suppress(ImportError):  # another checkout may have none of them
-        from cp_ring.plan.time import CONDITIONS
+        from functools import partial
+
+        from cp_ring.plan import balance, routes
+        from cp_ring.plan.time import Conditions
 
         layer = {"heads": HEADS, "kv_heads": HEADS, "head_dim": SIZE, "dtype": "fp32"}
         for name, value in layer.items():
-            object.__setattr__(CONDITIONS.sizes, name, value)
-        object.__setattr__(CONDITIONS, "node", NODE)
+            object.__setattr__(Conditions().sizes, name, value)
+        balance.Conditions = routes.Conditions = partial(Conditions, node=NODE)
 
     known = masks(n)
     kept = {}

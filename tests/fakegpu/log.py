@@ -104,6 +104,7 @@ class Log:
                 "mode",
                 "group",
                 "mark",
+                "rates",
             )
             stream = -1
             if kind not in (*none, "communicator", "stub"):

@@ -12,7 +12,8 @@ from triton.runtime.jit import JITFunction
 import cp_ring
 from cp_ring.ops import merge_triton, sums_triton
 from cp_ring.ops.segments import Segments
-from tests.fakegpu.accesses import mark, recorded
+from cp_ring.plan.sizes.device_rates import NAMED, running
+from tests.fakegpu.accesses import mark, note, recorded
 from tests.fakegpu.plants import PLANTS
 
 
@@ -28,6 +29,7 @@ def rings(cases, steps=3, planted=False, captured=False):
             with PLANTS[name]() if planted else nullcontext():
                 _steps(name, lambda options=options: attend(**options), steps, captured)
     mark("end")
+    note(f"rates {next(name for name, rates in NAMED.items() if rates == running())}")
 
 
 def _steps(name, call, steps, captured):

@@ -13,6 +13,8 @@ import pytest
 from cp_ring.plan import Mask, PlanSpec
 from cp_ring.plan.lower import ASSUMED
 from cp_ring.plan.plan import plan
+from cp_ring.plan.sizes.device_rates import use
+from tests.fakegpu.kernel_calls import DEVICES
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.kernels.planned_updates import rank_updates
 
@@ -86,8 +88,9 @@ def launches(log, part):
     return Counter(next((y for x, y in COUNTED.items() if x in name), name) for name in own)
 
 
-def rank_plans(case):
+def rank_plans(case, sm):
     mask, schedule = PLANS[case]
+    use(DEVICES[sm].lower())
     made = plan(mask(256 * RANKS), RANKS, PlanSpec(schedule=schedule))
     return [made.rank_plan(rank) for rank in range(RANKS)]
 
@@ -168,7 +171,7 @@ def test_attention_to_own_keys_is_launched_before_the_first_messages(clean, sm):
 def test_gradients_of_a_hop_leave_together_with_keys_of_a_later_one(clean, sm):
     """Else each pair of groups would go one after the other before the kernels behind them."""
     if sm == 90:
-        for log, part in zip(clean(sm), rank_plans("one source a hop"), strict=True):
+        for log, part in zip(clean(sm), rank_plans("one source a hop", sm), strict=True):
             groups = [x for x in log.groups if x.part == "one source a hop 2"]
             keys = sum(bool(hop.receives or hop.sends) for hop in part.hops)
             # of forward and backward; the last two sets of gradients have no keys beside them
@@ -178,7 +181,7 @@ def test_gradients_of_a_hop_leave_together_with_keys_of_a_later_one(clean, sm):
 @capabilities
 def test_a_step_launches_what_its_plan_says(clean, sm):
     for case in PLANS.keys() & CASES[sm]:
-        parts = rank_plans(case)
+        parts = rank_plans(case, sm)
         for log, part in zip(clean(sm), parts, strict=True):
             found, stages = launches(log, f"{case} 2"), len(part.backward)
             assert found == planned_launches(part)
@@ -187,6 +190,12 @@ def test_a_step_launches_what_its_plan_says(clean, sm):
     if sm == 90:
         expected = {"forward": 4, "merge": 3, "backward": 5, "sum": 10, "lse": 3}
         assert launches(clean(sm)[0], "one source a hop 2") == expected
+
+
+@capabilities
+def test_plans_are_chosen_by_the_rates_of_the_gpu(clean, sm):
+    for log in clean(sm):
+        assert [x.words for x in log.of(None, "rates")] == [(DEVICES[sm].lower(),)]
 
 
 @capabilities
@@ -261,7 +270,7 @@ FINDS = {
     "values before keys": lambda logs, case: bool(mismatches(logs, case)),
     "launch in a hop": lambda logs, case: all(
         launches(log, f"{case} 2") != planned_launches(part)
-        for log, part in zip(logs, rank_plans("one source a hop"), strict=True)
+        for log, part in zip(logs, rank_plans("one source a hop", 90), strict=True)
     ),
     "sends before receives": lambda logs, case: bool(hangs(logs, case)),
     "early free in a hop": racing,

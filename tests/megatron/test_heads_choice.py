@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cp_ring.megatron.adapter import heads_choice
+from cp_ring.megatron.adapter import heads_choice, planned
 from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.adapter.documents import Documents
 from cp_ring.megatron.adapter.heads_choice import every_choice, with_choice
 from cp_ring.megatron.flags.resolve import _with_named_type
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.sizes.device_rates import RATES
+from cp_ring.plan.sizes.device_rates import NAMED, RATES, running, use
 from cp_ring.plan.time import Conditions
+from tests.megatron.layers import core_attention
 
 GROUP = SimpleNamespace(size=lambda: 4)
 MODEL = SimpleNamespace(
@@ -56,6 +57,12 @@ def test_a_group_of_two_nodes_has_a_choice():
 )
 def test_what_is_named_is_not_chosen(named):
     assert choice(**named).choice is None and every_choice(choice(**named), 4) == [choice(**named)]
+
+
+def test_a_layer_chooses_by_the_gpu_that_runs_it(one_rank, monkeypatch):
+    monkeypatch.setattr(planned, "choose_for", lambda device: use("NVIDIA B200"))
+    core_attention()
+    assert choice().choice.rates == running() == NAMED["b200"]
 
 
 def test_inside_a_node_there_is_no_choice(monkeypatch):

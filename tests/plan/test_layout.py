@@ -183,6 +183,6 @@ def test_slow_links_between_nodes_are_worth_uneven_work(monkeypatch):
     slow = Conditions(
         rates=replace(RATES, forward=4e11, backward=4e11, inside=1e9, between=2e7), node=2
     )
-    monkeypatch.setattr(balancing, "CONDITIONS", slow)
+    monkeypatch.setattr(balancing, "Conditions", lambda: slow)
     far = Layout.balanced(mask, 4)
     assert far.name == "contiguous" and balance([(mask, 1)], far) > 1.5

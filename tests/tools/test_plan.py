@@ -5,15 +5,18 @@ import shlex
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from cp_ring.comm.groups import choose_for
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan import Capabilities, Layout, Mask, Plan, PlanSpec, lower
+from cp_ring.plan.plan import plan as plan_of
+from cp_ring.plan.sizes.device_rates import NAMED
 from cp_ring.plan.time import Conditions
 from cp_ring.tools import draw
 from cp_ring.tools.cli import app
 from cp_ring.tools.lengths import packed_rows
-from cp_ring.tools.terminal import named_rates
 
 USUAL = "--seq-length 4096 --cp 4 "
 
@@ -101,10 +104,48 @@ def test_lengths_of_a_data_set_are_packed_into_rows(tmp_path):
             PlanSpec(each["layout"], ulysses=each["head_parallel"]).build(mask, 4) for mask in masks
         ]
         assert each["balance"] == max(plan.verify().balance for plan in made)
-        both = [plan.time(Conditions(rates=named_rates("h100"))).both for plan in made]
+        both = [plan.time(Conditions(rates=NAMED["h100"])).both for plan in made]
         assert each["both_s"] == pytest.approx(np.mean(both))
     output = " ".join(invoke(line).split())
     assert "4,096 tokens: " in output and "compared over 8 of these rows" in output
+
+
+GPUS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA GB200": "b200",
+    "NVIDIA RTX A1000": "h100",
+}
+
+
+def test_a_job_chooses_by_the_gpu_that_runs_it_as_the_command_does(monkeypatch, tmp_path, recwarn):
+    """Hops and heads of a causal mask, and the balanced layout of documents."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("5000 1000 500 " * 8)
+    documents = Mask.documents(packed_rows(str(lengths), None)[0][0])
+    found = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu, name in GPUS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
+        for _ in range(2):
+            choose_for(torch.device("cuda"))
+        ways, lines = (PlanSpec("balanced"), PlanSpec("balanced", choice=Conditions())), []
+        lines_of = "--seq-length 32K --cp 8", f"--lengths {lengths} --cp 16"
+        for mask, spec, line in zip((Mask.causal(32768), documents), ways, lines_of, strict=True):
+            made = plan_of(mask, int(line.split()[-1]), spec)
+            line += f" --layout balanced --head-parallel {made.ulysses} --device {name}"
+            facts, report = facts_of(line), made.verify()
+            assert facts["schedule"] == list(made.schedule)
+            assert facts["work_per_rank"] == report.work_per_rank.tolist()
+            assert facts["predicted"]["both_s"] == made.time().both
+            lines.append((made.schedule, made.ulysses, made.layout.digest))
+        assert found.setdefault(name, lines) == lines
+    assert len({hops for (hops, *_), _ in found.values()}) > 1
+    assert len({heads for _, (_, heads, _) in found.values()}) > 1
+    assert len({layout for _, (*_, layout) in found.values()}) > 1
+    [unknown] = recwarn
+    assert "knows no rates of NVIDIA RTX A1000: it chooses" in str(unknown.message)
 
 
 def test_a_job_has_the_sizes_of_its_layer():
@@ -127,7 +168,7 @@ def test_a_job_has_the_sizes_of_its_layer():
         (f"{USUAL} --layout spiral", "layout='spiral': unknown; known are zigzag"),
         (f"{USUAL} --route spiral", "route='spiral': unknown; known are direct"),
         (f"{USUAL} --head-parallel 3", "heads=3: it must divide the 4 context-parallel ranks"),
-        (f"{USUAL} --rates warp", "--rates warp: known are a100"),
+        (f"{USUAL} --device warp", "--device warp: known are a100"),
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
         (f"{USUAL} --draw plan.txt", "--draw plan.txt: cannot write: Format 'txt' is not"),

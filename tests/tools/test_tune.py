@@ -246,7 +246,7 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     """Through all doors: JSON, and the configuration that it writes."""
     target = tmp_path / "my.yaml"
     line = "--gpus 4 --set megatron.seq_length=1024 --set megatron.max_position_embeddings=1024"
-    line += " --json --rates a100"
+    line += " --json --device a100"
     done = run(
         *tiny_words("llama3-8b-128k"),
         *line.split(),
@@ -292,7 +292,7 @@ def test_the_table_names_reasons_and_assumptions():
         ),
         ("--gpus 8 --set megatron.save_interval=", "give megatron.save_interval, the steps"),
         ("--gpus 8 --set megatron.micro_batch_size=3", "in microbatches of 3"),
-        ("--gpus 8 --rates h101", "--rates h101: known are"),
+        ("--gpus 8 --device h101", "--device h101: known are"),
         ("--gpus 8 --lengths preset:sft", "--lengths preset:sft: neither"),
         ("--gpus 8 --write /nowhere/x.yaml", "--write /nowhere/x.yaml: cannot write"),
     ],

@@ -14,6 +14,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from cp_ring.comm.groups import choose_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
@@ -70,6 +71,7 @@ class PlannedAttention(MegatronModule):
                 "change it, or give the model a pg_collection with a group cp of as many ranks"
             )
         self.tp_group = compat.group_of(pg_collection, "tp")
+        choose_for(torch.device("cuda"))
         if problem := layer_problem(config, layer_number, attention_type):
             raise ConfigError(problem)
         self.cp_comm_type = cp_comm_type

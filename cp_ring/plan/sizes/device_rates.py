@@ -5,8 +5,12 @@ are assumptions until a measurement replaces a file; each says so.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+from cp_ring.runtime import RUNTIME
 
 FOLDER = Path(__file__).parents[1] / "rates"
 
@@ -59,4 +63,32 @@ NAMED = _read()
 """
 
 RATES = NAMED["cpu"]
-"""The rates by which plans are chosen if none are given."""
+"""The rates of ranks without a GPU."""
+
+_running = RUNTIME.cell(RATES)
+
+
+def running() -> Rates:
+    """Return the rates of the device that runs, by which layouts, schedules and heads are chosen:
+    `RATES` until `use` names another.
+    """
+    return _running.value
+
+
+def use(device: str) -> None:
+    """Choose by the rates of a device from now on: a name in `NAMED`, or torch's name of a GPU,
+    such as `NVIDIA H100 80GB HBM3`. A line says once that others are taken for an H100.
+    """
+    _running.value = NAMED.get(device) or _of_gpu(device)
+
+
+@RUNTIME.cache()
+def _of_gpu(name: str) -> Rates:
+    for known in (path.stem for path in FOLDER.glob("*.json")):
+        if re.search(rf"{known}(?!\d)", name, re.IGNORECASE):
+            return NAMED[known]
+    warnings.warn(
+        f"cp_ring knows no rates of {name}: it chooses layouts, schedules and heads as for an H100",
+        stacklevel=3,
+    )
+    return NAMED["h100"]

@@ -109,9 +109,9 @@ Error cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int device) 
 
 Error cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     memset(p, 0, sizeof *p);
-    strcpy(p->name, "fake");
     p->totalGlobalMem = property("totalGlobalMem");
     p->major = attribute(cudaDevAttrComputeCapabilityMajor);
+    strcpy(p->name, p->major == 8 ? "fake A100" : p->major == 9 ? "fake H100" : "fake B200");
     p->minor = attribute(cudaDevAttrComputeCapabilityMinor);
     p->multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
     p->l2CacheSize = attribute(cudaDevAttrL2CacheSize);
