@@ -88,7 +88,7 @@ ROOMS = (
     room("draw", 1_800, 1_870, "cp_ring/tools/draw.py"),
     room("tune", 7_000, 8_120, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
     room("doctor", 1_200, 1_240, "cp_ring/tools/doctor.py"),
-    room("bench", 3_000, 3_190, """cp_ring/tools/bench.py cp_ring/tools/bench_accuracy.py
+    room("bench", 3_000, 3_190, """cp_ring/tools/bench.py
         cp_ring/tools/bench_attention.py cp_ring/tools/bench_host.py"""),
     room("glue", 1_000, 990, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),

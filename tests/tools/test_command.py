@@ -121,7 +121,7 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
         jobs.build_command(job_of(tmp_path, data, *packed))
 
 
-BENCHES = "bench attention", "bench accuracy", "bench host"
+BENCHES = "bench attention", "bench host"
 
 
 @pytest.fixture
