@@ -38,11 +38,7 @@ def _report(title: str, results: list[dict[str, Any]], as_json: bool) -> None:
     about = facts()
 
     def show() -> None:
-        rows = [
-            [f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()]
-            for row in results
-        ]
-        show_table(title, "", [*results[0]], rows)
+        show_table(title, results[0], (row.values() for row in results))
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         typer.echo(f"{about['date']}; {about['machine']}, load {about['load']}; {versions}")
 
