@@ -81,14 +81,14 @@ ROOMS = (
     room("checkpoints", 1_000, 750, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 17_490, "cp_ring/megatron/certificate"),
     room("patches", 10_000, 11_140, "patches"),
-    room("train", 3_500, 3_710, """cp_ring/tools/train.py cp_ring/tools/job.py
+    room("train", 3_500, 3_580, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_470, "cp_ring/tools/corpus.py"),
-    room("plan", 3_000, 3_680, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
+    room("plan", 3_000, 3_540, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
     room("draw", 1_800, 1_870, "cp_ring/tools/draw.py"),
-    room("tune", 7_000, 8_120, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
+    room("tune", 7_000, 7_050, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
     room("doctor", 1_200, 1_240, "cp_ring/tools/doctor.py"),
-    room("bench", 3_000, 3_190, """cp_ring/tools/bench.py cp_ring/tools/bench_accuracy.py
+    room("bench", 3_000, 2_230, """cp_ring/tools/bench.py
         cp_ring/tools/bench_attention.py cp_ring/tools/bench_host.py"""),
     room("glue", 1_000, 990, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),

@@ -1,6 +1,6 @@
-"""`cp-ring bench`: attention beside other packages, its accuracy, and the host's time in a hop.
+"""`cp-ring bench`: attention beside other packages, and the host's time in a hop.
 
-Attention and accuracy are measured on GPUs where there are any. The modules that measure are
+Attention is measured on GPUs where there are any. The modules that measure are
 imported when a bench runs, so that help is quick.
 """
 
@@ -10,7 +10,7 @@ import datetime
 import os
 import platform
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -38,11 +38,7 @@ def _report(title: str, results: list[dict[str, Any]], as_json: bool) -> None:
     about = facts()
 
     def show() -> None:
-        rows = [
-            [f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values()]
-            for row in results
-        ]
-        show_table(title, "", [*results[0]], rows)
+        show_table(title, results[0], (row.values() for row in results))
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         typer.echo(f"{about['date']}; {about['machine']}, load {about['load']}; {versions}")
 
@@ -99,27 +95,3 @@ def host(
     from cp_ring.tools.bench_host import measure
 
     _report("causal, one source a hop, 4 heads, CPU", measure(repeats), as_json)
-
-
-@app.command()
-def accuracy(
-    seq_length: Tokens = 2048,
-    cp: Annotated[
-        list[int] | None,
-        typer.Option(help="Ranks; repeatable. Default: 2, 4, 8.", min=1, metavar="N"),
-    ] = None,
-    kernel: Annotated[str, typer.Option(help="As --cp-ring-kernel.", metavar="NAME")] = "auto",
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the inputs.")
-    ] = "float32",
-    as_json: AsJson = False,
-) -> None:
-    """Compare errors of a ring with those of one rank. Both are errors against float64, on the
-    whole sequence; there are 2 query heads of 64 elements and 1 key/value head.
-    """
-    from cp_ring.megatron.options import Options
-    from cp_ring.tools.bench_accuracy import run
-
-    Options(kernel=kernel)
-    results = run(seq_length, cp or (2, 4, 8), kernel, dtype, _device())
-    _report(f"error of the ring / of one rank, {kernel}, {dtype}", results, as_json)

@@ -296,9 +296,9 @@ def megatron_flags(
 
     parser: made by `build_parser` before, for several jobs. Raises `ConfigError`.
     """
-    from cp_ring.megatron.flags import resolve
+    from cp_ring.megatron.flags import argument_parser, resolve
     from cp_ring.megatron.flags.checks_job import JOB, data_files
-    from cp_ring.tools import megatron_flags
+    from cp_ring.tools.megatron_flags import words_of
 
     packed = job.cp_ring.enabled and any(job.megatron.get(key) for key in PACKED_DATA)
     options = replace(
@@ -306,9 +306,9 @@ def megatron_flags(
         cpu=device == "cpu",
         document_mask=packed or job.cp_ring.document_mask,
     )
-    parser = parser or megatron_flags.build_parser()
+    parser = parser or argument_parser.build_parser()
     settings = _defaults(job, corpus) | job.megatron
-    words = (megatron_flags.words_of(parser, *setting) for setting in settings.items())
+    words = (words_of(parser, *setting) for setting in settings.items())
     line = [*itertools.chain(*words), *options.to_args()]
     args = parser.parse_args(line)
     if options.cpu:

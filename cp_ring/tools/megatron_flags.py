@@ -1,41 +1,9 @@
-"""Megatron's own parser, and the words of its command line for the keys of a YAML file."""
+"""The words of Megatron's command line for the keys of a YAML file."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
-
-from cp_ring.megatron.flags import argument_parser
-
-
-@contextlib.contextmanager
-def _quick_import() -> Iterator[None]:
-    """Import Megatron in half the time: it asks for torch's compiler and for wandb when it is
-    imported, and a process that only reads flags uses neither.
-    """
-    import torch
-
-    def as_it_is(function: Any = None, **_: Any) -> Any:
-        return function or as_it_is
-
-    without = {"wandb": None} if "wandb" not in sys.modules else {}
-    sys.modules |= without  # type: ignore[arg-type]
-    try:
-        with mock.patch.object(torch, "compile", as_it_is):
-            yield
-    finally:
-        for name in without:
-            del sys.modules[name]
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Do what `argument_parser.build_parser` does, in half the time."""
-    with _quick_import():
-        return argument_parser.build_parser()
 
 
 def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]:

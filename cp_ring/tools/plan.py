@@ -34,12 +34,12 @@ from cp_ring.tools.terminal import (
     Overrides,
     choose_for,
     emit,
-    mib,
     parse_tokens,
     show_table,
 )  # fmt: skip
 
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
+MIB = 1 << 20
 MAX_RANKS_SHOWN, MAX_RANKS_COUNTED = 32, 256  # of the kernel calls of each rank
 
 
@@ -103,16 +103,16 @@ def plan_command(
     n = asked.n
     if n is not None and not 1 <= n <= MAX_TOKENS:
         raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
-    rows, packed = packed_rows(lengths, n) if lengths is not None else ([], "")
-    n = int(rows[0][-1]) if rows and n is None else n
+    rows, packed = packed_rows(lengths, n) if lengths is not None else ([None], "")
     masks = [make_mask(n, asked.window, full, row) for row in rows]
-    of, compared = masks[0] if rows else make_mask(n, asked.window, full, None), []
-    assumed = Conditions(asked.sizes, node=asked.ranks_per_node)
+    assumed, compared = Conditions(asked.sizes, node=asked.ranks_per_node), []
     if lengths is not None and layout is head_parallel is None:
         compared = compare(masks, asked, assumed)
-        asked = replace(asked, spec=compared[0][0])
+        best = compared[0]
+        spec = replace(asked.spec, layout=best["layout"], ulysses=best["head_parallel"])
+        asked = replace(asked, spec=spec)
     start = time.perf_counter()
-    made = asked.spec.build(of, asked.cp or 1)
+    made = asked.spec.build(masks[0], asked.cp)
     report = made.verify(2)
     proven_ms = 1e3 * (time.perf_counter() - start)
     facts = summary(made, report, assumed) | {
@@ -121,7 +121,7 @@ def plan_command(
         "predicted": predicted(made.time(assumed)),
         "packed": packed,
         "rows": len(rows),
-        "compared": [predictions for _, predictions in compared],
+        "compared": compared,
         "recurrent": {
             kind: recurrent_bytes(sizes, made) for kind, sizes in asked.recurrent.items()
         },
@@ -140,7 +140,7 @@ class Asked:
     attention is split, its sizes, and the ranks of a node.
     """
 
-    cp: int | None = None
+    cp: int = 0
     n: int | None = None
     window: int = -1
     spec: PlanSpec = PlanSpec("zigzag")
@@ -149,29 +149,26 @@ class Asked:
     recurrent: Mapping[str, MixerSizes] = field(default_factory=dict)  # by the kind of layer
 
 
-def compare(
-    masks: Sequence[Mask], asked: Asked, on: Conditions
-) -> list[tuple[PlanSpec, dict[str, Any]]]:
+def compare(masks: Sequence[Mask], asked: Asked, on: Conditions) -> list[dict[str, Any]]:
     """Return the layouts and numbers of ranks that exchange heads for the masks of batch rows, each
     with the mean predicted time and the worst balance, fastest first; all plans are proven.
     """
-    cp, found = asked.cp or 1, []
-    for name in ("balanced", "zigzag")[: 1 + (masks[0].n >= 2 * cp)]:
-        for heads in on.heads_to_try(cp):
+    found = []
+    for name in ("balanced", "zigzag")[: 1 + (masks[0].n >= 2 * asked.cp)]:
+        for heads in on.heads_to_try(asked.cp):
             spec = replace(asked.spec, layout=name, ulysses=heads)
-            made = [spec.build(mask, cp) for mask in masks]
+            made = [spec.build(mask, asked.cp) for mask in masks]
             times = [plan.time(on) for plan in made]
-            both = float(np.mean([each.both for each in times]))
-            ideal = float(np.mean([sum(each.ideal) for each in times]))
+            both, ideal = np.mean([(each.both, sum(each.ideal)) for each in times], 0).tolist()
             facts = {
                 "layout": name,
                 "head_parallel": heads,
-                "balance": max(plan.verify().balance for plan in made),
                 "both_s": both,
                 "share_of_one_call": ideal / (both or 1),
+                "balance": max(plan.verify().balance for plan in made),
             }
-            found.append((spec, facts))
-    return sorted(found, key=lambda each: each[1]["both_s"])
+            found.append(facts)
+    return sorted(found, key=lambda each: each["both_s"])
 
 
 def _changed[T](values: T, **changes: Any) -> T:
@@ -191,32 +188,30 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
     from cp_ring.tools.job import load
 
     loaded = load(job, overrides or ())
-    megatron, settings = loaded.megatron, loaded.cp_ring
-    tp = megatron.get("tensor_model_parallel_size") or 1
-    ranks = megatron.get("context_parallel_size") or 1
-    n, windows = megatron.get("seq_length"), megatron.get("window_size") or (-1, 0)
+    settings, megatron = loaded.cp_ring, Namespace(**loaded.megatron)
+    asked = Arguments(megatron)
+    n, windows, kind = asked.seq_length, asked.window_size or (-1, 0), asked.cp_comm_type
     if not isinstance(n, int):
         raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r}: give a number of tokens")
     if isinstance(windows, str):
         windows = [int(number) for number in windows.strip("()[] ").split(",")]
-    kinds = megatron.get("cp_comm_type") or "p2p"
-    levels = megatron.get("hierarchical_context_parallel_sizes")
-    kind = kinds if isinstance(kinds, str) else kinds[0]
-    spec = spec_of_layer(kind, settings, ranks, levels)
+    if isinstance(kind, list):
+        kind = kind[0]
+    spec = spec_of_layer(kind, settings, asked.cp, asked.hierarchical_context_parallel_sizes)
     wire = "plain" if settings.wire == "auto" else settings.wire
-    sizes = replace(attention_sizes(megatron, tp), wire=wire)
-    near = node_size([*range(0, tp * ranks, tp)], 8)
-    kinds_of = {RECURRENT[letter]: x for letter, x in mixers(Arguments(Namespace(**megatron)))}
-    return Asked(ranks, n, windows[0], spec, sizes, near, kinds_of)
+    sizes = attention_sizes(megatron, asked.tp, wire)
+    near = node_size(range(0, asked.tp * asked.cp, asked.tp), 8)
+    recurrent = {RECURRENT[letter]: each for letter, each in mixers(asked)}
+    return Asked(asked.cp, n, windows[0], spec, sizes, near, recurrent)
 
 
 def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:
     """Return the mask of `n` tokens that the options describe. offsets: of packed documents."""
-    if n is None:
-        raise PlanError("--seq-length: give the number of tokens of the sequence")
     ends = (window, window if full else 0)
     if offsets is not None:
-        return Mask.documents(offsets, causal=not full, window=ends, n=n)
+        return Mask.documents(offsets, causal=not full, window=ends, n=n or int(offsets[-1]))
+    if n is None:
+        raise PlanError("--seq-length: give the number of tokens of the sequence")
     return (Mask.full if full else Mask.causal)(n, ends)
 
 
@@ -305,46 +300,30 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
 
 
 def _print(plan: Plan, facts: dict[str, Any]) -> None:
-    ring, ranks = plan.ring, range(min(plan.ring.cp, MAX_RANKS_SHOWN))
-    mean = sum(facts["work_per_rank"]) / ring.cp or 1
+    ring, work = plan.ring, facts["work_per_rank"]
+    mean = sum(work) / ring.cp or 1
     if facts["compared"]:
         _print_compared(facts)
     members = f" ({ring.cp} members of {plan.ulysses} that exchange heads)"
+    columns = {
+        "member" if plan.ulysses > 1 else "rank": range(min(ring.cp, MAX_RANKS_SHOWN)),
+        "tokens": facts["tokens_per_rank"],
+        "work (pairs)": work,
+        "of mean": (each / mean for each in work),
+        "MiB in": (each / MIB for each in facts["bytes_in_per_rank"]),
+        "MiB out": (each / MIB for each in facts["bytes_out_per_rank"]),
+        "moving hops": facts["moving_hops_per_rank"],
+    }
     show_table(
         f"{ring.mask.describe()}; {ring.n:,} tokens on {plan.cp} ranks"
         f"{members * (plan.ulysses > 1)}, {ring.layout.name} layout, {ring.route} route",
-        "",
-        [
-            "member" if plan.ulysses > 1 else "rank",
-            "tokens",
-            "work (pairs)",
-            "of mean",
-            "MiB in",
-            "MiB out",
-            "moving hops",
-        ],
-        (
-            [
-                str(rank),
-                f"{facts['tokens_per_rank'][rank]:,}",
-                f"{facts['work_per_rank'][rank]:,}",
-                f"{facts['work_per_rank'][rank] / mean:.3f}",
-                mib(facts["bytes_in_per_rank"][rank]),
-                mib(facts["bytes_out_per_rank"][rank]),
-                str(facts["moving_hops_per_rank"][rank]),
-            ]
-            for rank in ranks
-        ),
+        columns,
+        zip(*columns.values(), strict=False),
     )
     for line in _lines(plan, facts):
         typer.echo(line)
-    for kind, sent in facts["recurrent"].items():
-        typer.echo(
-            f"a {kind} layer sends {mib(sent['heads'])} MiB a rank in forward by heads, "
-            f"{mib(sent['states'])} by states (--cp-ring-recurrent)"
-        )
-    buffers = [[name, mib(size)] for name, size in facts["memory"].items()]
-    show_table("", "buffer, on the rank that needs most of it", ["MiB"], buffers)
+    buffers = ((name, size / MIB) for name, size in facts["memory"].items())
+    show_table("", ["buffer, on the rank that needs most of it", "MiB"], buffers)
 
 
 def _print_compared(facts: dict[str, Any]) -> None:
@@ -353,18 +332,8 @@ def _print_compared(facts: dict[str, Any]) -> None:
         typer.echo(f"{facts['packed']}; compared over {rows} of these rows")
     show_table(
         "predicted, fastest first; the first is planned below" + " for one of them" * (rows > 1),
-        "",
-        ["layout", "heads", "ms with backward", "of one call's speed", "balance"],
-        (
-            [
-                each["layout"],
-                str(each["head_parallel"]),
-                f"{1e3 * each['both_s']:.3g}",
-                f"{each['share_of_one_call']:.2f}",
-                f"{each['balance']:.3f}",
-            ]
-            for each in compared
-        ),
+        ["layout", "heads", "s with backward", "of one call's speed", "balance"],
+        (each.values() for each in compared),
     )
     best = compared[0]
     typer.echo(
@@ -392,3 +361,8 @@ def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
         f"with backward (predicted), of which it waits {1e3 * times['waits_both_s']:.3g} ms; "
         f"{times['share_of_one_call']:.3f} of the speed of one kernel call"
     )
+    for kind, sent in facts["recurrent"].items():
+        yield (
+            f"a {kind} layer sends {sent['heads'] / MIB:,.1f} MiB a rank in forward by heads, "
+            f"{sent['states'] / MIB:,.1f} by states (--cp-ring-recurrent)"
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.sizes.device_rates import NAMED, use
@@ -43,19 +43,19 @@ def choose_for(device: str) -> None:
 
 
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_NUMBER = re.compile(r"([+-]?\d+)([kmg]?)", re.IGNORECASE)
+_NUMBER = re.compile(r"(?i)([+-]?\d+)([kmg]?)")
 
 
-def parse_tokens(text: str | int) -> int:
+def parse_tokens(text: str) -> int:
     """Read a number of tokens: 65536, 64K, 128k or 1M, where K is 1,024, M is 1,024 K and G is
     1,024 M.
 
     Raises `typer.BadParameter`. Typer turns it into one line that names the option.
     """
-    match = _NUMBER.fullmatch(str(text).strip())
+    match = _NUMBER.fullmatch(text.strip())
     if match:
         return int(match[1]) * _FACTORS[match[2].lower()]
-    raise typer.BadParameter(f"{str(text)!r} is not a number of tokens such as 65536, 64K or 1M")
+    raise typer.BadParameter(f"{text!r} is not a number of tokens such as 65536, 64K or 1M")
 
 
 def emit(facts: Any, as_json: bool, show: Callable[[], object]) -> None:
@@ -66,25 +66,15 @@ def emit(facts: Any, as_json: bool, show: Callable[[], object]) -> None:
         show()
 
 
-def show_table(
-    title: str,
-    words: str,
-    numbers: Sequence[str],
-    lines: Iterable[Sequence[str]],
-) -> None:
-    """Print a table. `words` names a first column of words, if there is one, and `numbers` the
-    columns of numbers.
-    """
-    table = Table(title=title)
-    if words:
-        table.add_column(words, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*line)
+def show_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """Print a table of texts and numbers."""
+    table = Table(*(Column(name, justify="right") for name in columns), title=title)
+    for row in rows:
+        table.add_row(*map(_cell, row))
     Console().print(table)
 
 
-def mib(size: float) -> str:
-    """Return bytes as MiB, with one digit behind the point."""
-    return f"{size / 2**20:,.1f}"
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.5g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import gcd
 from pathlib import Path
@@ -21,7 +22,6 @@ from cp_ring.errors import ConfigError, PlanError
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.sizes.device_rates import running
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.time import Conditions
 from cp_ring.tools import job as jobs
@@ -37,11 +37,11 @@ from cp_ring.tools.terminal import (
     emit,
 )
 from cp_ring.tools.tune_model import (
-    EXPOSED,
+    NO_ATTENTION,
     RECOMPUTE,
-    RESERVED_BYTES,
     AttentionCost,
     ParallelSizes,
+    Request,
     TrainingSetup,
     model_sizes,
     step_memory,
@@ -71,21 +71,6 @@ _RECOMPUTE = (
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """The search that is asked for. lengths: the documents of a batch row, as `--lengths` describes
-    them; None for the job's own. tp, cp, pp: sizes that are given; None is searched.
-    """
-
-    gpus: int
-    ranks_per_node: int = 8
-    memory: float = 80e9
-    lengths: str | None = None
-    tp: int | None = None
-    cp: int | None = None
-    pp: int | None = None
-
-
 class Way(NamedTuple):
     """One way to run the job. seconds: of a step, by item. memory: bytes of a rank, by item."""
 
@@ -101,28 +86,16 @@ class Way(NamedTuple):
         return sum(self.seconds.values())
 
     @property
-    def exposed(self) -> float:
-        """Seconds of a step that wait for messages."""
-        return sum(self.seconds.get(name, 0.0) for name in EXPOSED)
-
-    @property
     def bytes(self) -> float:
         """Bytes of a rank."""
         return sum(self.memory.values())
 
 
-@dataclass(frozen=True)
-class TuneResult:
-    """The best ways to run a job, the fastest first, each with its job; and what led to them.
-
-    rejected: names of ways that are faster but that Megatron rejects, with its words. by_cp: the
-    fastest way of each context-parallel size that fits.
-    """
+class TuneResult(NamedTuple):
+    """The best ways to run a job, the fastest first, each with its job; what to know of them."""
 
     best: list[tuple[Way, JobConfig]]
-    rejected: list[tuple[str, str]]
-    by_cp: dict[int, Way]
-    assumptions: list[str]
+    notes: list[str]
     setup: TrainingSetup
 
 
@@ -174,29 +147,24 @@ def tune(job: JobConfig, request: Request) -> TuneResult:
     Raises `ConfigError` or `PlanError` with one line where there is no way: it names the option or
     the key.
     """
-    from cp_ring.tools import megatron_flags
+    from cp_ring.megatron.flags.argument_parser import build_parser
 
     packs = job.cp_ring.document_mask or any(job.megatron.get(key) for key in jobs.PACKED_DATA)
     lengths = request.lengths or (DOCUMENTS if packs else None)
-    cp_ring = {"enabled": True} | ({"document_mask": True} if lengths and not packs else {})
-    job = _changed(job, cp_ring=cp_ring)
-    parser = megatron_flags.build_parser()
-    args = _arguments(_alone(job), parser)
-    setup = _setup(job, args, request)
-    masks = layer_masks(setup, lengths)
-    sizes = possible_sizes(setup, request)
-    ways = search(setup, masks, sizes, job.cp_ring.layout)
-    if not ways:
-        raise ConfigError(_nothing_fits(setup, sizes))
-    accepted, rejected = _accepted(job, request, ways, parser)
+    job = _changed(job, cp_ring={"enabled": True, "document_mask": bool(lengths)})
+    parser = build_parser()
+    alone = Way(ParallelSizes(1, 1, 1, 1), "none", NO_ATTENTION, {}, {})
+    args = _arguments(configured(job, alone), parser)  # with the sizes of the model
+    setup = _setup(job, args, replace(request, lengths=lengths))
+    accepted, rejected = _accepted(job, setup, search(setup), parser)
     if not accepted:
         name, line = rejected[0]
         raise ConfigError(
             f"Megatron rejects the sizes of all {len(rejected)} fastest jobs; {name}: {line}"
         )
-    by_cp = {way.sizes.cp: way for way in reversed(ways)}
-    notes = [*_notes(setup, job, args, lengths)]
-    return TuneResult(accepted, rejected, dict(sorted(by_cp.items())), notes, setup)
+    notes = [f"Megatron rejects {name}, which is faster: {line}" for name, line in rejected[:3]]
+    notes += _notes(setup, job, args, [way.step for way, _ in accepted])
+    return TuneResult(accepted, notes, setup)
 
 
 def _undivided(setup: TrainingSetup) -> str:
@@ -213,21 +181,8 @@ def _undivided(setup: TrainingSetup) -> str:
     )
 
 
-def _nothing_fits(setup: TrainingSetup, sizes: Sequence[ParallelSizes]) -> str:
-    """Return the line that names the sizes that need least memory, and what needs it."""
-    least = min(sizes, key=lambda one: sum(least_memory(setup, one).values()))
-    items = least_memory(setup, least)
-    parts = sorted(items.items(), key=lambda item: -item[1])[:3]
-    shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
-    advice = _undivided(setup) or "take more --gpus or a shorter megatron.seq_length"
-    return (
-        f"--memory {setup.memory / 1e9:g}: nothing fits; {least.name} needs least, "
-        f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown}): {advice}"
-    )
-
-
 def _accepted(
-    job: JobConfig, request: Request, ways: Sequence[Way], parser: argparse.ArgumentParser
+    job: JobConfig, setup: TrainingSetup, ways: Sequence[Way], parser: argparse.ArgumentParser
 ) -> tuple[list[tuple[Way, JobConfig]], list[tuple[str, str]]]:
     """Return the fastest ways that Megatron accepts, and the reasons why it rejects others."""
     from cp_ring.megatron.validation import rejection
@@ -237,7 +192,7 @@ def _accepted(
     for way in ways[:MOST_ASKED]:
         try:
             chosen = configured(job, way)
-            problem = rejection(_arguments(chosen, parser), request.gpus)
+            problem = rejection(_arguments(chosen, parser), setup.gpus)
         except ConfigError as error:
             problem = "; ".join(error.args)
         if problem:
@@ -263,14 +218,6 @@ def _changed(job: JobConfig, **sections: Any) -> JobConfig:
     given = settings.get("megatron", {})
     settings["megatron"] = {key: value for key, value in given.items() if value is not None}
     return jobs.validate(settings, "cp-ring tune")
-
-
-def _alone(job: JobConfig) -> JobConfig:
-    """Return the job on one rank, whose arguments have the sizes of the model."""
-    one = dict.fromkeys(jobs.SPLITS, 1)
-    simple = {"heads": 1, "route": "direct", "schedule": "auto", "wire": "auto"}
-    absent = dict.fromkeys((*_SAYS_THE_SAME, "sequence_parallel"))
-    return _changed(job, megatron=absent | one, launch={"ranks": 1}, cp_ring=simple)
 
 
 def configured(job: JobConfig, way: Way) -> JobConfig:
@@ -309,14 +256,12 @@ def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> Traini
     unit, size = args.make_vocab_size_divisible_by, _vocabulary(job, args) or _DEFAULT_VOCABULARY
     windows = windows_of(args) or ()
     return TrainingSetup(
+        **vars(request),
         model=model_sizes(args, windows, -(-(size + 1) // unit) * unit),
         seq_length=args.seq_length,
         global_batch=args.global_batch_size,
         micro_batch=args.micro_batch_size or 1,
-        gpus=request.gpus,
-        ranks_per_node=request.ranks_per_node,
-        rates=running(),
-        memory=request.memory,
+        layout=job.cp_ring.layout,
         overlap=bool(args.overlap_grad_reduce),
         distributed=bool(args.use_distributed_optimizer),
         shared_norms=bool(job.megatron.get("sequence_parallel"))
@@ -331,115 +276,103 @@ def _vocabulary(job: JobConfig, args: argparse.Namespace) -> int | None:
 
 
 def _notes(
-    setup: TrainingSetup, job: JobConfig, args: argparse.Namespace, lengths: str | None
+    setup: TrainingSetup, job: JobConfig, args: argparse.Namespace, steps: Sequence[float]
 ) -> Iterator[str]:
-    """Return the assumptions of the predictions, a line each."""
+    """Return what a person has to know of predicted steps, a line each."""
     rates, experts = setup.rates, setup.model.experts
+    if close := sum(step < (1 + SURE) * steps[0] for step in steps[1:]):
+        yield (
+            f"within {SURE:.0%} of the first: {close} of the others, which the model cannot tell "
+            "apart for sure"
+        )
     yield (
-        f"a rank computes {rates.forward / 1e12:.3g} TFLOP/s in attention, "
+        f"assumed: a rank computes {rates.forward / 1e12:.3g} TFLOP/s in attention, "
         f"{rates.backward / 1e12:.3g} in backward and {rates.products / 1e12:.3g} in matrix "
         "products, moves "
         f"{rates.memory / 1e9:,.0f} GB/s in memory, {rates.inside / 1e9:.3g} GB/s inside a node of "
         f"{setup.ranks_per_node} and {rates.between / 1e9:.3g} GB/s between nodes"
     )
     if not _vocabulary(job, args):
-        yield f"a vocabulary of {_DEFAULT_VOCABULARY:,}: the configuration names none"
-    if lengths:
-        yield f"documents: {lengths}, packed into {setup.seq_length:,} tokens"
-    yield (
-        "weights of all matrices, without norms and biases; the optimizer's states are shared by "
-        "data- and context-parallel ranks"
-    )
-    yield f"{RESERVED_BYTES / 1e9:.1f} GB of each device for CUDA, NCCL and fragmentation"
-    yield "messages of tensor and expert parallelism are not hidden" + (
-        f"; experts stay divided among {experts.parallel} ranks, and tokens fall on them evenly"
-        if experts
-        else ""
-    )
-    yield "data loading, evaluation and checkpoints take no time"
+        yield f"assumed: a vocabulary of {_DEFAULT_VOCABULARY:,}: the configuration names none"
+    if setup.lengths:
+        yield f"documents: {setup.lengths}, packed into {setup.seq_length:,} tokens"
+    if experts.number:
+        yield (
+            f"experts stay divided among {experts.parallel} ranks, and tokens fall on them evenly"
+        )
     if getattr(args, "mtp_num_layers", None):
         yield "layers of multi-token prediction are left out"
 
 
-LayerMasks = Sequence[tuple[Mask, int]]
-"""The masks of a batch row, and the number of layers that have each."""
+def search(setup: TrainingSetup) -> list[Way]:
+    """Return the ways to run the job that fit into memory, the fastest first: each of the possible
+    sizes with its best attention, and with as little recomputation as memory allows.
 
-
-def layer_masks(setup: TrainingSetup, lengths: str | None = None) -> LayerMasks:
-    """Return the masks of the layers for a batch row: causal, or documents of these lengths."""
-    n = setup.seq_length
-    ends = packed_rows(lengths, n)[0][0] if lengths else [0, n]
-    return [(Mask.documents(ends, window=w, n=n), count) for w, count in setup.model.windows]
-
-
-def search(
-    setup: TrainingSetup, masks: LayerMasks, sizes: Sequence[ParallelSizes], layout: str
-) -> list[Way]:
-    """Return the ways to run the job that fit into memory, the fastest first: each of these sizes
-    with its best attention, and with as little recomputation as memory allows.
+    Raises `ConfigError` where nothing fits; it names what needs least memory.
     """
-    costs: dict[tuple[int, int], list[AttentionCost]] = {}
-    plans: dict[tuple[int, int], list[tuple[Plan, int]]] = {}
+    costs, sizes = attention_costs(setup), possible_sizes(setup)
 
-    def best(one: ParallelSizes) -> Way | None:
+    def ways(one: ParallelSizes) -> Iterator[Way]:
         for recompute in RECOMPUTE:
-            if sum(step_memory(setup, one, recompute, None).values()) > setup.memory:
-                continue
-            key = one.tp, one.cp
-            if key not in costs:
-                costs[key] = attention_costs(setup, masks, *key, layout, plans)
-            for cost in costs[key]:
-                items = step_memory(setup, one, recompute, cost)
-                if sum(items.values()) <= setup.memory:
-                    seconds = step_seconds(setup, one, recompute, cost.seconds)
-                    return Way(one, recompute, cost, seconds, items)
-        return None
+            if sum(step_memory(setup, one, recompute).values()) > setup.memory:
+                continue  # whatever attention needs, which takes time to plan
+            for cost in costs(one.tp, one.cp):
+                seconds = step_seconds(setup, one, recompute, cost.seconds)
+                yield Way(one, recompute, cost, seconds, step_memory(setup, one, recompute, cost))
 
-    return sorted(filter(None, map(best, sizes)), key=lambda way: way.step)
+    first = (next((way for way in ways(one) if way.bytes <= setup.memory), None) for one in sizes)
+    if found := [*filter(None, first)]:
+        return sorted(found, key=lambda way: way.step)
+    every = [(one, step_memory(setup, one, how)) for one in sizes for how in RECOMPUTE]
+    least, items = min(every, key=lambda needed: sum(needed[1].values()))
+    parts = sorted(items.items(), key=lambda item: -item[1])[:3]
+    shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+    advice = _undivided(setup) or "take more --gpus or a shorter megatron.seq_length"
+    raise ConfigError(
+        f"--memory {setup.memory / 1e9:g}: nothing fits; {least.name} needs least, "
+        f"{sum(items.values()) / 1e9:.1f} GB without attention's buffers ({shown}): {advice}"
+    )
 
 
-def least_memory(setup: TrainingSetup, sizes: ParallelSizes) -> dict[str, float]:
-    """Return the bytes by item that these sizes need at least, without attention's buffers."""
-    ways = (step_memory(setup, sizes, recompute, None) for recompute in RECOMPUTE)
-    return min(ways, key=lambda items: sum(items.values()))
-
-
-def attention_costs(
-    setup: TrainingSetup,
-    masks: LayerMasks,
-    tp: int,
-    cp: int,
-    layout: str,
-    plans: dict[tuple[int, int], list[tuple[Plan, int]]],
-) -> list[AttentionCost]:
-    """Return the costs of attention in each way that these sizes allow, the fastest first: the
-    ring, latents, or heads over the ranks of a node. plans: those made so far, by ranks and heads.
+def attention_costs(setup: TrainingSetup) -> Callable[[int, int], list[AttentionCost]]:
+    """Return a function of tensor and context parallel size. It returns the costs of attention in
+    each way that these sizes allow, the fastest first: the ring, latents, or heads over the ranks
+    of a node.
     """
     from cp_ring.memory import memory  # which loads torch
 
-    model = setup.model
-    near = gcd(cp, max(1, setup.ranks_per_node // tp))
-    layer = model.attention(tp, 1)
-    ways = [(1, "plain"), *([(1, "latent")] if model.latent and cp > 1 else [])]
-    if near > 1 and not unsplit(layer.heads, layer.kv_heads, near):
-        ways.append((near, "plain"))
-    costs = []
-    for heads, wire in ways:
-        if (cp, heads) not in plans:
-            spec = PlanSpec(LAYOUTS[layout].of_layers(masks, cp), ulysses=heads)
-            made = [(spec.build(mask, cp), count) for mask, count in masks]
-            for plan, _ in made:
-                plan.verify()
-            plans[cp, heads] = made
-        sizes = model.attention(tp, setup.micro_batch, wire)
-        total, buffers = np.zeros(4), []
-        for plan, count in plans[cp, heads]:
-            time = plan.time(Conditions(sizes, setup.rates, near))
-            total += count * np.array([time.forward, time.both, *time.waits])
-            buffers.append(_amounts(memory(plan, sizes)))
-        seconds = tuple(total.tolist())
-        costs.append(AttentionCost(heads, wire, seconds, *map(max, zip(*buffers, strict=True))))
-    return sorted(costs, key=lambda cost: cost.seconds[1])
+    n, model = setup.seq_length, setup.model
+    ends = packed_rows(setup.lengths, n)[0][0] if setup.lengths else [0, n]
+    masks = [(Mask.documents(ends, window=w, n=n), count) for w, count in model.windows]
+
+    @cache
+    def plans(cp: int, heads: int) -> list[tuple[Plan, int]]:
+        spec = PlanSpec(LAYOUTS[setup.layout].of_layers(masks, cp), ulysses=heads)
+        made = [(spec.build(mask, cp), count) for mask, count in masks]
+        for plan, _ in made:
+            plan.verify()
+        return made
+
+    @cache
+    def costs(tp: int, cp: int) -> list[AttentionCost]:
+        near = gcd(cp, max(1, setup.ranks_per_node // tp))
+        layer = model.attention(tp, 1)
+        ways = [(1, "plain"), *([(1, "latent")] if model.layer.latent and cp > 1 else [])]
+        if near > 1 and not unsplit(layer.heads, layer.kv_heads, near):
+            ways.append((near, "plain"))
+        found = []
+        for heads, wire in ways:
+            sizes = model.attention(tp, setup.micro_batch, wire)
+            total, buffers = np.zeros(4), []
+            for plan, count in plans(cp, heads):
+                time = plan.time(Conditions(sizes, setup.rates, near))
+                total += count * np.array([time.forward, time.both, *time.waits])
+                buffers.append(_amounts(memory(plan, sizes)))
+            most = map(max, zip(*buffers, strict=True))
+            found.append(AttentionCost(heads, wire, tuple(total.tolist()), *most))
+        return sorted(found, key=lambda cost: cost.seconds[1])
+
+    return costs
 
 
 def _amounts(buffers: dict[str, int]) -> tuple[int, int, int, int]:
@@ -452,27 +385,27 @@ def _amounts(buffers: dict[str, int]) -> tuple[int, int, int, int]:
     return kept, results, slots, sum(buffers.values()) - kept - slots
 
 
-def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes]:
+def possible_sizes(setup: TrainingSetup) -> list[ParallelSizes]:
     """Return the sizes whose product is the number of GPUs, and that divide heads, layers, sequence
     and global batch.
 
     Tensor-parallel ranks share a node. Raises `PlanError` where there are none.
     """
-    given = {"tp": request.tp, "cp": request.cp, "pp": request.pp}
+    given = {"tp": setup.tp, "cp": setup.cp, "pp": setup.pp}
     for name, size in given.items():
         if size is not None and (size < 1 or setup.gpus % size):
             raise PlanError(f"--{name} {size}: it does not divide the {setup.gpus} GPUs of --gpus")
     divisors = [size for size in range(1, setup.gpus + 1) if setup.gpus % size == 0]
     tried = [divisors if size is None else [size] for size in given.values()]
-    model, parallel = setup.model, setup.model.experts.parallel if setup.model.experts else 1
+    model, parallel = setup.model, setup.model.experts.parallel
     possible = []
     for tp, cp, pp in product(*tried):
         if setup.gpus % (tp * cp * pp) or tp > setup.ranks_per_node or cp > MAX_RANKS:
             continue
-        dp, n = setup.gpus // (tp * cp * pp), setup.seq_length
+        dp, n, groups = setup.gpus // (tp * cp * pp), setup.seq_length, model.layer.kv_heads
         if (
-            model.heads % tp == 0
-            and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+            model.layer.heads % tp == 0
+            and (groups % tp == 0 or tp % groups == 0)
             and (cp == 1 or n % (2 * cp) == 0)
             and n // cp % tp == 0
             and all(sizes.units % tp == 0 for sizes, _ in model.recurrent)
@@ -486,106 +419,58 @@ def possible_sizes(setup: TrainingSetup, request: Request) -> list[ParallelSizes
         hint = f"; {line}" if (line := _undivided(setup)) else ""
         raise PlanError(
             f"--gpus {setup.gpus}: no sizes of tp, cp, pp and dp{f' with {kinds}' if kinds else ''}"
-            f" have this product and divide {model.heads} heads, {setup.seq_length:,} tokens, "
-            f"{model.layers} layers and a global batch of {setup.global_batch} in microbatches of "
-            f"{setup.micro_batch}"
+            f" have this product and divide {model.layer.heads} heads, {setup.seq_length:,} "
+            f"tokens, {model.layers} layers and a global batch of {setup.global_batch} in "
+            f"microbatches of {setup.micro_batch}"
             + (f", with experts over {parallel} ranks" if parallel > 1 else "")
             + hint
         )
     return possible
 
 
-def reasons(result: TuneResult) -> list[str]:
-    """Return why the best way won, a line each: against the next one, and against half and twice
-    its context-parallel size.
-    """
-    best, *others = [way for way, _ in result.best]
-    cp = best.sizes.cp
-    lines = [
-        f"Megatron rejects {name}, which is faster: {reason}"
-        for name, reason in result.rejected[:3]
-    ]
-    if others:
-        lines.append(f"the next, {others[0].sizes.name}: {_difference(best, others[0])}")
-    shown = (best, *others[:1])
-    near = [result.by_cp[size] for size in (cp // 2, 2 * cp) if size in result.by_cp]
-    lines += [
-        f"cp {way.sizes.cp} at best, {way.sizes.name}: {_difference(best, way)}"
-        for way in near
-        if way not in shown
-    ]
-    if best.recompute != "none":
-        lines.append("without recomputation it does not fit")
-    if close := sum(other.step < (1 + SURE) * best.step for other in others):
-        lines.append(
-            f"within {SURE:.0%} of it: {close} of the others, which the model cannot tell apart "
-            "for sure"
-        )
-    return lines
-
-
-def _difference(best: Way, other: Way) -> str:
-    """Return how much slower the other way is, and the items in which they differ most."""
-    names = dict.fromkeys([*other.seconds, *best.seconds])
-    changes = {name: other.seconds.get(name, 0.0) - best.seconds.get(name, 0.0) for name in names}
-    shown = [
-        f"{name} {changes[name]:+.3g} s"
-        for name in sorted(changes, key=lambda name: -abs(changes[name]))[:3]
-        if abs(changes[name]) > 1e-3 * best.step
-    ]
-    return f"{other.step / best.step - 1:.1%} slower" + (f" ({', '.join(shown)})" if shown else "")
-
-
 def facts(result: TuneResult) -> dict[str, Any]:
     """Return the result, ready for JSON. Times are predicted seconds, sizes are bytes."""
-    return {
-        "best": [_way(result, way) for way, _ in result.best],
-        "by_cp": {cp: _way(result, way) for cp, way in result.by_cp.items()},
-        "reasons": reasons(result),
-        "rejected": [{"sizes": sizes, "reason": reason} for sizes, reason in result.rejected],
-        "assumptions": result.assumptions,
-    }
+    setup = result.setup
+    tokens = setup.global_batch * setup.seq_length / setup.gpus
+    best = [
+        {
+            **way.sizes._asdict(),
+            "heads": way.attention.heads,
+            "wire": way.attention.wire,
+            "recompute": way.recompute,
+            "tokens_per_s_per_gpu": tokens / way.step,
+            "exposed_s": sum(way.seconds[name] for name in way.seconds if "messages" in name),
+            "step_s": way.step,
+            "seconds": way.seconds,
+            "bytes": way.bytes,
+            "memory": way.memory,
+        }
+        for way, _ in result.best
+    ]
+    return {"best": best, "notes": result.notes}
 
 
-def _way(result: TuneResult, way: Way) -> dict[str, Any]:
-    tokens = result.setup.global_batch * result.setup.seq_length
-    return {
-        **way.sizes._asdict(),
-        "heads": way.attention.heads,
-        "wire": way.attention.wire,
-        "recompute": way.recompute,
-        "tokens_per_s_per_gpu": tokens / way.step / result.setup.gpus,
-        "exposed_s": way.exposed,
-        "step_s": way.step,
-        "seconds": way.seconds,
-        "bytes": way.bytes,
-        "memory": way.memory,
-    }
+_SHOWN = {
+    "tokens_per_s_per_gpu": "tokens/s/GPU",
+    "exposed_s": "exposed, s",
+    "step_s": "step, s",
+    "bytes": "memory, GB",
+}
 
 
 def _print(result: TuneResult, title: str) -> None:
-    ways = [_way(result, way) for way, _ in result.best]
-    names = [name for name, value in ways[0].items() if not isinstance(value, dict)]
-    shown = {"tokens_per_s_per_gpu": "tokens/s/GPU", "exposed_s": "exposed, s"}
-    rows = [
-        (shown.get(name, name), [way[name] for way in ways])
-        for name in names
-        if name not in ("step_s", "bytes")
-    ]
-    for header, total, items, unit in (
-        ("step, s", "step_s", "seconds", 1.0),
-        ("memory, GB", "bytes", "memory", 1e9),
-    ):
-        rows.append((header, [way[total] / unit for way in ways]))
-        kinds = dict.fromkeys(item for way in ways for item in way[items])
-        rows += [(f"  {x}", [way[items].get(x, 0.0) / unit for way in ways]) for x in kinds]
+    ways = facts(result)["best"]
     typer.echo(title)
-    for name, values in rows:
-        cells = (f"{x:,.2f}" if isinstance(x, float) else str(x) for x in values)
+
+    def line(name: str, values: list[Any], unit: float) -> None:
+        cells = (f"{x / unit:,.2f}" if isinstance(x, float) else str(x) for x in values)
         typer.echo(f"{name:<32}" + "".join(f"{cell:>9}" for cell in cells))
-    best = result.best[0][0]
-    for head, lines in (
-        (f"Why {best.sizes.name}:", reasons(result)),
-        ("Assumed:", result.assumptions),
-    ):
-        typer.echo("\n".join([head, *(f"- {line}" for line in lines)]))
+
+    for name, first in ways[0].items():
+        values, unit = [way[name] for way in ways], 1e9 if name in ("bytes", "memory") else 1.0
+        if not isinstance(first, dict):
+            line(_SHOWN.get(name, name), values, unit)
+            continue
+        for item in dict.fromkeys(item for items in values for item in items):
+            line(f"  {item}", [items.get(item, 0.0) for items in values], unit)
+    typer.echo("\n".join(f"- {note}" for note in result.notes))

@@ -11,7 +11,7 @@ first one, where Megatron's flags ask for it.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cp_ring.errors import ConfigError, PlanError
@@ -26,8 +26,8 @@ from cp_ring.megatron.flags.layer_pattern import (
 )
 from cp_ring.megatron.flags.recurrent_choice import mixers
 from cp_ring.megatron.options import Options
-from cp_ring.plan.sizes.attention_sizes import DTYPE_BYTES, AttentionSizes, LatentSizes
-from cp_ring.plan.sizes.device_rates import Rates
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.plan.sizes.device_rates import Rates, running
 from cp_ring.recurrent.choice import MixerSizes
 
 RESERVED_BYTES = 6 << 30
@@ -48,15 +48,18 @@ _KNOWN = "*GM-E"
 
 class Experts(NamedTuple):
     """The experts of a model: how many each of `layers` layers has, the `top_k` that a token takes,
-    their widths, and their parallel size.
+    their widths, and their parallel size. By default there are none.
     """
 
-    number: int
-    layers: int
-    top_k: int
-    width: int
+    number: int = 0
+    layers: int = 0
+    top_k: int = 0
+    width: int = 0
     shared_width: int = 0
     parallel: int = 1
+
+
+NO_EXPERTS = Experts()
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,26 @@ class ModelSizes:
     """A GPT or hybrid model, whose layers have attention or a recurrence, and a feed-forward
     network or experts; those of a hybrid pattern have one of these each.
 
-    networks: feed-forward networks, and layers with experts. windows: each window (left, right) of
-    the attention layers and the number of layers that have it. recurrent: the same of recurrent
-    layers. shared: how ranks share them: heads, states or auto. latent, query_latent: of
-    multi-latent attention. gated: whether feed-forward networks have a gate (SwiGLU, quick GeGLU).
-    output_gate: whether attention's output has one. loss_chunk: tokens whose logits are made at a
-    time, 0 for all.
+    networks: feed-forward networks, and layers with experts. layer: the attention of a layer.
+    windows: each window (left, right) of the attention layers and the number of layers that have
+    it. recurrent: the same of recurrent layers. shared: how ranks share them: heads, states or
+    auto. query_latent: of multi-latent attention. gated: whether feed-forward networks have a gate
+    (SwiGLU, quick GeGLU). output_gate: whether attention's output has one. loss_chunk: tokens whose
+    logits are made at a time, 0 for all.
     """
 
     layers: int
     networks: int
     hidden: int
     ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
     vocabulary: int
+    layer: AttentionSizes
     windows: tuple[tuple[tuple[int, int], int], ...]
-    latent: LatentSizes | None = None
     query_latent: int = 0
     gated: bool = True
     output_gate: bool = False
     tied: bool = False
-    dtype: str = "bf16"
-    experts: Experts | None = None
+    experts: Experts = NO_EXPERTS
     loss_chunk: int = 0
     recurrent: tuple[tuple[MixerSizes, int], ...] = ()
     shared: str = "auto"
@@ -111,38 +109,31 @@ class ModelSizes:
     @property
     def dense(self) -> int:
         """Feed-forward networks without experts."""
-        return self.networks - (self.experts.layers if self.experts else 0)
+        return self.networks - self.experts.layers
 
     def attention(self, tp: int, batch: int, wire: str = "plain") -> AttentionSizes:
         """The attention of one layer on a tensor-parallel rank."""
-        groups = max(self.kv_heads // tp, 1)
-        sizes = (self.heads // tp, groups, self.head_dim, self.value_dim)
-        return AttentionSizes(*sizes, dtype=self.dtype, batch=batch, wire=wire, latent=self.latent)
+        heads, groups = self.layer.heads // tp, max(self.layer.kv_heads // tp, 1)
+        return replace(self.layer, heads=heads, kv_heads=groups, batch=batch, wire=wire)
 
     @property
     def element(self) -> int:
         """Bytes of an element of weights and activations."""
-        return DTYPE_BYTES[self.dtype]
+        return self.layer.element
 
     @property
     def attention_parameters(self) -> int:
         """Parameters of the projections of one attention layer."""
-        queries, values = self.heads * self.head_dim, self.heads * self.value_dim
-        if self.latent is None:
-            keys = self.kv_heads * (self.head_dim + self.value_dim)
-            return self.hidden * (queries * (2 if self.output_gate else 1) + keys + values)
-        down, width = self.latent, self.heads * (self.latent.nope + self.latent.value)
-        of_queries = (
-            self.query_latent * (self.hidden + queries)
-            if self.query_latent
-            else self.hidden * queries
-        )
-        return (
-            of_queries
-            + self.hidden * (down.latent + down.rope)
-            + down.latent * width
-            + self.hidden * values
-        )
+        layer, down = self.attention(1, 1), self.layer.latent
+        queries, values = layer.query_width, layer.out_width
+        if down is None:
+            gates = queries * self.output_gate
+            return self.hidden * (queries + gates + layer.key_width + values)
+        of_queries = self.hidden * queries
+        if self.query_latent:
+            of_queries = self.query_latent * (self.hidden + queries)
+        of_keys = self.hidden * (down.latent + down.rope) + layer.heads * down.decoded
+        return of_queries + of_keys + self.hidden * values
 
     def _network(self, width: int) -> int:
         """Parameters of a feed-forward network."""
@@ -151,19 +142,13 @@ class ModelSizes:
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of all layers, without those that every token takes."""
-        return (
-            self.experts.layers * self.experts.number * self._network(self.experts.width)
-            if self.experts
-            else 0
-        )
+        return self.experts.layers * self.experts.number * self._network(self.experts.width)
 
     @property
     def other_parameters(self) -> int:
         """Parameters of all layers that are no experts' own; norms and biases are left out."""
         others = self.attention_layers * self.attention_parameters + self.hidden * self.channels
         others += self.dense * self._network(self.ffn)
-        if self.experts is None:
-            return others
         shared = self._network(self.experts.shared_width) + self.hidden * self.experts.number
         return others + self.experts.layers * shared
 
@@ -178,15 +163,8 @@ class ModelSizes:
         """FLOP of forward of all layers for a token, without attention's scores and without the
         output layer.
         """
-        active = self.other_parameters
-        if self.experts is not None:
-            active += self.experts.layers * self.experts.top_k * self._network(self.experts.width)
-        return 2.0 * active
-
-    @property
-    def logit_flops(self) -> float:
-        """FLOP of forward of the output layer for a token."""
-        return 2.0 * self.hidden * self.vocabulary
+        experts = self.experts.layers * self.experts.top_k * self._network(self.experts.width)
+        return 2.0 * (self.other_parameters + experts)
 
     def activation_bytes(self, tp: int, shared: bool) -> float:
         """Bytes of a token that all layers keep for backward on a rank, where nothing is
@@ -200,14 +178,12 @@ class ModelSizes:
         """
         per_rank = tp if shared else 1
         inner = 3 if self.gated else 2
-        latent = self.latent.latent + self.latent.rope + self.query_latent if self.latent else 0
+        down = self.layer.latent
+        latent = down.latent + down.rope + self.query_latent if down else 0
         elements = (2 * self.parts * self.hidden + self.attention_layers * latent) / per_rank
         elements += (self.dense * inner * self.ffn + 2 * self.channels) / tp
-        if self.experts is not None:
-            of_experts = (
-                self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
-            )
-            elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
+        of_experts = self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
+        elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
         return elements * self.element
 
 
@@ -227,13 +203,13 @@ def model_sizes(
             f"and experts ({' '.join(_KNOWN)}), one of attention at least: leave out {shown}"
         )
     try:
-        whole = attention_sizes(args)
+        layer = attention_sizes(args)
     except PlanError as error:
         raise ConfigError(str(error)) from None
     ffn = args.ffn_hidden_size or (
         int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
     )
-    experts = None
+    experts = NO_EXPERTS
     if args.num_experts:
         experts = Experts(
             number=args.num_experts,
@@ -249,18 +225,13 @@ def model_sizes(
         networks=letters.count("-") + letters.count("E") if pattern else layers,
         hidden=args.hidden_size,
         ffn=ffn,
-        heads=whole.heads,
-        kv_heads=whole.kv_heads,
-        head_dim=whole.head_dim,
-        value_dim=whole.value_dim or whole.head_dim,
         vocabulary=vocabulary,
+        layer=layer,
         windows=windows,
-        latent=whole.latent,
-        query_latent=(getattr(args, "q_lora_rank", None) or 0) if whole.latent else 0,
+        query_latent=(getattr(args, "q_lora_rank", None) or 0) if layer.latent else 0,
         gated=bool(args.swiglu or getattr(args, "quick_geglu", False)),
         output_gate=bool(getattr(args, "attention_output_gate", False)),
         tied=not args.untie_embeddings_and_output_weights,
-        dtype=whole.dtype,
         experts=experts,
         loss_chunk=Options.from_args(args).loss_chunk,
         recurrent=tuple((sizes, letters.count(letter)) for letter, sizes in mixers(Asked(args))),
@@ -283,25 +254,41 @@ class ParallelSizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainingSetup:
-    """A model, its batches and the machines.
+class Request:
+    """The search that is asked for.
 
-    memory: bytes of a device. micro_batch: batch rows of a microbatch. overlap: whether messages of
-    gradients and weights are hidden. distributed: whether ranks share the states of the optimizer.
-    shared_norms: whether tensor-parallel ranks share the activations of norms.
+    memory: bytes of a device. lengths: the documents of a batch row, as `--lengths` describes them;
+    None for the job's own. tp, cp, pp: sizes that are given; None is searched.
+    """
+
+    gpus: int
+    ranks_per_node: int = 8
+    memory: float = 80e9
+    lengths: str | None = None
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup(Request):
+    """A model and its batches, on the machines of a request.
+
+    micro_batch: batch rows of a microbatch. layout: which rank holds which tokens, by name.
+    overlap: whether messages of gradients and weights are hidden. distributed: whether ranks share
+    the states of the optimizer. shared_norms: whether tensor-parallel ranks share the activations
+    of norms.
     """
 
     model: ModelSizes
     seq_length: int
     global_batch: int
-    gpus: int
-    ranks_per_node: int
-    rates: Rates
-    memory: float
     micro_batch: int = 1
+    layout: str = "zigzag"
     overlap: bool = True
     distributed: bool = True
     shared_norms: bool = True
+    rates: Rates = field(default_factory=running)
 
     def link(self, ranks: int) -> float:
         """Return the bytes per second of a rank in a group of `ranks` consecutive ranks."""
@@ -315,6 +302,11 @@ class TrainingSetup:
         """Return the tokens of a rank in a microbatch."""
         return self.seq_length * self.micro_batch // sizes.cp
 
+    def stream_bytes(self, sizes: ParallelSizes) -> float:
+        """Return the bytes of a microbatch on a rank between two layers."""
+        held = sizes.tp if self.shared_norms else 1
+        return self.tokens(sizes) * self.model.hidden * self.model.element / held
+
 
 class AttentionCost(NamedTuple):
     """Attention of all layers of a model, for one microbatch, on the slowest rank.
@@ -325,13 +317,16 @@ class AttentionCost(NamedTuple):
     time they are most.
     """
 
-    heads: int
-    wire: str
-    seconds: tuple[float, ...]
-    kept: int
-    kept_results: int
-    slots: int
-    sums: int
+    heads: int = 1
+    wire: str = "plain"
+    seconds: tuple[float, ...] = ()
+    kept: int = 0
+    kept_results: int = 0
+    slots: int = 0
+    sums: int = 0
+
+
+NO_ATTENTION = AttentionCost()
 
 
 def step_seconds(
@@ -340,7 +335,8 @@ def step_seconds(
     recompute: str,
     attention: tuple[float, ...],
 ) -> dict[str, float]:
-    """Return the seconds of a step by item; their sum is the step.
+    """Return the seconds of a step by item; their sum is the step. Items that wait for messages
+    have that word in their names.
 
     attention: of one microbatch in all layers: forward, forward with backward, and what waits of
     each.
@@ -362,7 +358,8 @@ def step_seconds(
     logits = (
         passes
         * tokens
-        * (model.logit_flops / products + 6 * model.vocabulary / sizes.tp / rates.memory)
+        * model.vocabulary
+        * (2 * model.hidden / products + 6 / sizes.tp / rates.memory)
     )
     of_microbatch = {
         "attention": both - waits_both,
@@ -381,21 +378,12 @@ def step_seconds(
     items = {name: count / pp * seconds for name, seconds in of_microbatch.items()}
     items["output layer"] = count / pp * logits
     items["pipeline waits"] = pipeline - sum(items.values()) if pp > 1 else 0.0
-    items["pipeline messages"] = _pipeline(setup, sizes, tokens) * 2 * (count + pp - 1)
-    items["gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
-    items["optimizer"] = _optimizer(setup, sizes)
+    stage_link = setup.link(2 * sizes.tp * sizes.cp * sizes.dp)
+    message = setup.stream_bytes(sizes) / stage_link if pp > 1 else 0.0
+    items["pipeline messages"] = message * 2 * (count + pp - 1)
+    items["messages of gradients and weights"] = _gradients(setup, sizes, of_last=2 * layers / pp)
+    items["optimizer"] = _optimized(setup, sizes) * _OPTIMIZER_BYTES / rates.memory
     return {name: seconds for name, seconds in items.items() if seconds}
-
-
-EXPOSED = (
-    "attention waits for messages",
-    "recurrent messages",
-    "tensor-parallel messages",
-    "expert-parallel messages",
-    "pipeline messages",
-    "gradients and weights",
-)
-"""Items of a step that wait for messages."""
 
 
 def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> tuple[float, float]:
@@ -425,7 +413,7 @@ def _tensor_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) ->
 def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
     """Return the seconds in which the experts' inputs go to them, in all layers with experts."""
     experts = setup.model.experts
-    if experts is None or experts.parallel == 1:
+    if experts.parallel == 1:
         return 0.0
     copies = tokens / sizes.tp * experts.top_k * setup.model.hidden * setup.model.element
     near = min(setup.ranks_per_node, experts.parallel)
@@ -434,30 +422,12 @@ def _expert_parallel(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) ->
     return experts.layers * copies * max(inside / setup.rates.inside, slow)
 
 
-def _pipeline(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> float:
-    """Return the seconds of one message from stage to stage."""
-    if sizes.pp == 1:
-        return 0.0
-    held = sizes.tp if setup.shared_norms else 1
-    return (
-        tokens
-        * setup.model.hidden
-        * setup.model.element
-        / held
-        / setup.link(2 * sizes.tp * sizes.cp * sizes.dp)
-    )
-
-
 def parameters(setup: TrainingSetup, sizes: ParallelSizes) -> tuple[float, float]:
     """Return the parameters of a rank: those of experts, and all others."""
     model, experts = setup.model, setup.model.experts
     embedding = model.embedding_parameters(sizes.pp)
     others = (model.other_parameters / sizes.pp + embedding) / sizes.tp
-    return (model.expert_parameters / experts.parallel / sizes.pp if experts else 0.0), others
-
-
-def _optimizer(setup: TrainingSetup, sizes: ParallelSizes) -> float:
-    return _optimized(setup, sizes) * _OPTIMIZER_BYTES / setup.rates.memory
+    return model.expert_parameters / experts.parallel / sizes.pp, others
 
 
 def _optimized(setup: TrainingSetup, sizes: ParallelSizes) -> float:
@@ -476,8 +446,7 @@ def weight_bytes(setup: TrainingSetup, sizes: ParallelSizes) -> float:
 
 
 def _expert_replicas(setup: TrainingSetup, sizes: ParallelSizes) -> float:
-    experts = setup.model.experts
-    return setup.gpus / sizes.pp / (experts.parallel if experts else 1)
+    return setup.gpus / sizes.pp / setup.model.experts.parallel
 
 
 def _gradients(setup: TrainingSetup, sizes: ParallelSizes, of_last: float) -> float:
@@ -507,7 +476,7 @@ def step_memory(
     setup: TrainingSetup,
     sizes: ParallelSizes,
     recompute: str,
-    attention: AttentionCost | None,
+    attention: AttentionCost = NO_ATTENTION,
 ) -> dict[str, float]:
     """Return the bytes of a rank by item, of the first stage or the last, whichever needs more.
     Without `attention` its buffers and what it keeps are left out, so that the sum is the least
@@ -516,19 +485,13 @@ def step_memory(
     model = setup.model
     tokens = setup.tokens(sizes)
     attending = model.attention_layers / sizes.pp
-    kept, results, slots, sums = (
-        (attention.kept, attention.kept_results, attention.slots, attention.sums)
-        if attention
-        else (0, 0, 0, 0)
-    )
     of_layers = tokens * model.activation_bytes(sizes.tp, setup.shared_norms) / sizes.pp
     if recompute == "none":
-        of_microbatch, working = of_layers + attending * kept, 0.0
+        of_microbatch, working = of_layers + attending * attention.kept, 0.0
     else:
-        inputs = tokens * model.hidden * model.element / (sizes.tp if setup.shared_norms else 1)
-        of_microbatch = model.layers / sizes.pp * inputs
-        of_microbatch += attending * (results if recompute == "keep" else 0)
-        working = of_layers * sizes.pp / model.layers + kept
+        of_microbatch = model.layers / sizes.pp * setup.stream_bytes(sizes)
+        of_microbatch += attending * (attention.kept_results if recompute == "keep" else 0)
+        working = of_layers * sizes.pp / model.layers + attention.kept
     chunk = min(model.loss_chunk or tokens, tokens)
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
     flying = min(setup.microbatches(sizes), sizes.pp)
@@ -537,7 +500,7 @@ def step_memory(
         "weights, gradients, optimizer": weight_bytes(setup, sizes),
         "activations": of_microbatch * (flying if first else 1) + working,
         "logits": 0.0 if first else logits,
-        "attention: receive buffers": float(slots),
-        "attention: sums and gradients": float(sums),
+        "attention: receive buffers": float(attention.slots),
+        "attention: sums and gradients": float(attention.sums),
         "CUDA, NCCL, fragmentation": float(RESERVED_BYTES),
     }

@@ -23,8 +23,8 @@ from cp_ring.kernels import REGISTRY, choose
 from cp_ring.ops.fused import FusedFunction
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case, error
-from cp_ring.tools import bench_accuracy as bench
 from tests import conformance
+from tests.accuracy import kinds, ratios
 from tests.gpu.job import ERROR
 from tests.rings import attend_to_shard
 
@@ -45,8 +45,8 @@ def accuracy(job):
     for schedule in ("auto", "gather"):
         how = ("auto", "bfloat16", job.device.type)
         try:
-            results = bench.run(
-                n, sizes, *how, sizes=(8, 2, job.sizes.d), seeds=seeds, schedule=schedule
+            results = ratios(
+                kinds(n), sizes, *how, sizes=(8, 2, job.sizes.d), seeds=seeds, schedule=schedule
             )
         except KernelError as error:
             job.fail("rejected", schedule=schedule, why=str(error))

@@ -86,7 +86,6 @@ USAGE = [
     ("tune llama3-8b-128k --gpus 0", "--gpus | 1"),
     ("nosuch", "nosuch"),
     ("bench attention --cp 0", "--cp | 1"),
-    ("bench accuracy --cp 0", "--cp | 1"),
     ("bench attention --repeats 0", "--repeats | 1"),
     ("bench host --repeats 0", "--repeats | 1"),
 ]

@@ -1,23 +1,17 @@
 """The ring is as accurate as one rank on the whole sequence."""
 
-import json
-import shlex
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cp_ring import Mask
-from cp_ring.errors import KernelError
 from cp_ring.ops import totals
 from cp_ring.testing.oracle import Case
-from cp_ring.tools import bench_accuracy as accuracy
-from cp_ring.tools.cli import app
+from tests.accuracy import PARTS, kinds, ratios
 
 # Of out and of gradients. The worst cases, full mask and cp 8, measured 1.07 and 1.04, and 1.00 and
 # 1.37: one rank computes in float32 and rounds once, the ring rounds partial gradients on the wire.
 LIMITS = {"float32": (1.15, 1.08), "bfloat16": (1.05, 1.45)}
-KINDS = list(accuracy.masks(64))
+KINDS = kinds(2048)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +25,9 @@ KINDS = list(accuracy.masks(64))
         pytest.param("bfloat16", [2, 4, 8], KINDS, marks=pytest.mark.slow),
     ],
 )
-def test_error_over_that_of_one_rank(monkeypatch, dtype, sizes, names):
+def test_error_over_that_of_one_rank(dtype, sizes, names):
     """N(0, 1) inputs, mean of 5 draws; most partial results are merged at the largest cp."""
-    masks = accuracy.masks(2048)
-    monkeypatch.setattr(accuracy, "masks", lambda n: {name: masks[name] for name in names})
-    results = accuracy.run(2048, sizes, dtype=dtype)
+    results = ratios({name: KINDS[name] for name in names}, sizes, dtype=dtype)
     cases = {(name, cp) for name in names for cp in sizes}
     assert {(result["mask"], result["cp"]) for result in results} == cases
     out, grads = LIMITS[dtype]
@@ -53,10 +45,9 @@ def test_sharp_softmax(monkeypatch):
         case = plain(*sizes, **more)
         return case._replace(q=4 * case.q)
 
-    monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
     monkeypatch.setattr(Case, "draw", sharp)
-    (result,) = accuracy.run(2048, [4])
-    assert max(result[part] for part in accuracy.PARTS) <= 1.5
+    (result,) = ratios({"causal": Mask.causal(2048)}, [4])
+    assert max(result[part] for part in PARTS) <= 1.5
 
 
 LOSSY = {"out": ["out"], "dq": ["dq"], "dk and dv": ["dk", "dv"]}
@@ -85,17 +76,7 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
     monkeypatch.setattr(
         totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv")
     )
-    monkeypatch.setattr(accuracy, "masks", lambda n: {"causal": Mask.causal(n)})
-    (result,) = accuracy.run(256, [2], sizes=(2, 1, 16), seeds=1)
+    (result,) = ratios({"causal": Mask.causal(256)}, [2], sizes=(2, 1, 16), seeds=1)
     assert all(result[part] > 100 for part in LOSSY[what]), result
     if what != "out":  # backward reads out
-        assert all(result[part] < 10 for part in accuracy.PARTS if part not in LOSSY[what]), result
-
-
-def test_command_gives_json_and_says_what_is_rejected():
-    line = shlex.split("bench accuracy --seq-length 64 --cp 2")
-    found = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
-    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert [result["mask"] for result in found["rows"]] == KINDS
-    error = CliRunner().invoke(app, [*line, "--kernel", "flash_aten"]).exception
-    assert isinstance(error, KernelError) and "flash_aten" in str(error)
+        assert all(result[part] < 10 for part in PARTS if part not in LOSSY[what]), result
