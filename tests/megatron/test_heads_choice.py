@@ -8,12 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cp_ring import patches
+from cp_ring.comm import groups
+from cp_ring.megatron import enable
 from cp_ring.megatron.adapter import heads_choice, planned
 from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.adapter.documents import Documents
 from cp_ring.megatron.adapter.heads_choice import every_choice, with_choice
 from cp_ring.megatron.flags.resolve import _with_named_type
 from cp_ring.megatron.options import Options
+from cp_ring.patches.install import install
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.device_rates import NAMED, RATES, running, use
 from cp_ring.plan.time import Conditions
@@ -63,6 +67,15 @@ def test_a_layer_chooses_by_the_gpu_that_runs_it(one_rank, monkeypatch):
     monkeypatch.setattr(planned, "choose_for", lambda device: use("NVIDIA B200"))
     core_attention()
     assert choice().choice.rates == running() == NAMED["b200"]
+
+
+@pytest.mark.parametrize("door", [lambda: install(["--cp-ring", "--cp-ring-cpu"]), enable])
+def test_a_rank_without_attention_layers_chooses_by_its_gpu_too(door, monkeypatch):
+    """As one that has the embeddings alone: it splits batches."""
+    monkeypatch.setattr(groups, "choose_for", lambda device: use("NVIDIA B200"))
+    monkeypatch.setattr(patches, "apply_for", lambda *_: None)
+    door()
+    assert running() == NAMED["b200"]
 
 
 def test_inside_a_node_there_is_no_choice(monkeypatch):
