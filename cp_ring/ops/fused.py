@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,9 @@ class FusedFunction:
         # Triton, its driver and the compiler raise exceptions of many types
         except Exception as error:
             reason = one_line(error)[:200]
-            if "out of memory" in reason.lower():  # the driver's, as Triton words it
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            ours = frame.f_globals["__name__"].startswith("cp_ring.")
+            if ours or "out of memory" in reason.lower():  # the driver's, as Triton words it
                 raise
             self._rejected = True
             _say(reason)

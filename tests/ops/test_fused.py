@@ -68,6 +68,15 @@ def test_memory_that_is_short_is_an_error_and_does_not_turn_triton_off(function,
     assert first.run()
 
 
+def test_an_error_of_this_package_is_no_reason_to_run_without_triton(function):
+    first, module = function
+    names = {"__name__": "cp_ring.ops.planted"}
+    exec("def run():\n    return [][0]", names)
+    module.run = names["run"]
+    with pytest.raises(IndexError):
+        first.run()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("name", ["merge", "add"])
 @pytest.mark.parametrize("parts", [1, 4])
