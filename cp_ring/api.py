@@ -173,7 +173,8 @@ def ring_attention(
     if of_tensors == "bhsd":
         out = out.transpose(1, 2)
     elif of_tensors == "thd":
-        out, lse = out[0], None if lse is None else lse[0]
+        # backward of out[0] would fill another tensor
+        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 

@@ -90,6 +90,13 @@ def test_same_bits_as_with_a_plan(pool, cp, qkv_format, name):
         assert same_bits(without, planned)
 
 
+def test_the_gradient_of_packed_tokens_is_a_view():
+    """Of out[0] torch would fill another tensor."""
+    out = ring_attention(*(torch.randn(16, 2, 8, requires_grad=True),) * 3, qkv_format="thd")
+    dout = torch.randn_like(out)
+    assert out.grad_fn(dout).data_ptr() == dout.data_ptr()
+
+
 def test_a_plan_is_made_and_proven_once(monkeypatch):
     made, plain = [], Plan.verify
     monkeypatch.setattr(Plan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))
