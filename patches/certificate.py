@@ -1,5 +1,5 @@
 """Examines the job's own mask, attention, loss and gradients (the certificate) after Megatron has
-made its parallel groups and before it builds the model.
+made its parallel groups and before it builds the model, and the first microbatch before it trains.
 
 `pretrain` is wrapped too, because it has the job's forward step as an argument.
 """
@@ -22,19 +22,28 @@ def _replacements() -> Iterator[Replacement]:
     import torch.distributed as dist
     from megatron.training import training
 
-    setup, pretrain = training.setup_model_and_optimizer, training.pretrain
+    setup, train, pretrain = training.setup_model_and_optimizer, training.train, training.pretrain
     given: dict[str, Any] = {}
+
+    def examine(*more: Any) -> Any:
+        from cp_ring.megatron.certificate.certify import certify  # imports Megatron
+
+        return certify(training.get_args(), given.get("forward_step_func"), *more)
 
     @functools.wraps(setup)
     def certify_first(*args: Any, **kwargs: Any) -> Any:
-        from cp_ring.megatron.certificate.certify import certify  # imports Megatron
-
-        certify(training.get_args(), given.get("forward_step_func"))
+        given["certificate"] = examine()
         if current().certify == "only":
             note("the certificate is made; nothing is trained (--cp-ring-certify only)")
             dist.barrier()
             sys.exit(0)
         return setup(*args, **kwargs)
+
+    @functools.wraps(train)
+    def certify_data(*args: Any, **kwargs: Any) -> Any:
+        named = arguments_of(train, *args, **kwargs)
+        examine(given.get("certificate"), named["train_data_iterator"])
+        return train(*args, **kwargs)
 
     @functools.wraps(pretrain)
     def pretrain_with(*args: Any, **kwargs: Any) -> Any:
@@ -42,6 +51,7 @@ def _replacements() -> Iterator[Replacement]:
         return pretrain(*args, **kwargs)
 
     yield training, "setup_model_and_optimizer", certify_first
+    yield training, "train", certify_data
     yield from replace_everywhere([package, training], "pretrain", pretrain_with)
 
 

@@ -28,15 +28,17 @@ def examine(job, cases, script, folder):
         "skew": job.skew,
     }
     log, result = folder / f"{job.name}.log", folder / f"{job.name}.json"
-    found = []
-    while left := cases[len(found) :]:
+    found = {}
+    while left := [case for case in cases if case not in found]:
         result.unlink(missing_ok=True)
         code = fork(job.ranks, (entry | {"cases": left}, folder, log), target=doors.rank)
         if code not in (0, doors.STOPPED) or not result.exists():
             error = f"exit code {code}: {log.read_text()[-6000:]}"
-            return found + [{"fault": fault, "error": error} for fault, _ in left]
-        found += json.loads(result.read_text())
-    return found
+            found |= {case: {"fault": case[0], "error": error} for case in left}
+        else:
+            ended = json.loads(result.read_text())
+            found |= {(each["fault"], each["seed"]): each for each in ended}
+    return [found[case] for case in cases]
 
 
 def faults(jobs, script, folder):

@@ -32,38 +32,41 @@ def run(job, folder):
     from cp_ring.megatron.certificate import certify as module
     from tests.megatron import worker
 
-    def examine(args, step=None):
-        from megatron.training import training
-
+    def examine(args, step=None, before=None, iterators=None):
         from tests.megatron import certificate_steps  # imports Megatron
-
-        training.train = finish  # a right job gets as far as its first step
 
         step = getattr(certificate_steps, job["step"]) if job["step"] else step
         found = []
-        for fault, seed in job["cases"]:
+        for number, (fault, seed) in enumerate(job["cases"]):
             entry = {"fault": fault, "seed": seed, "failure": "", "not_covered": []}
-            before, misread = process_state.whole(), certificate_steps.MISREAD.get(fault)
+            entry |= {"rejections": [], "probes": [], "changed": {}}
+            entry |= before[number] if before else {}
+            state, misread = process_state.whole(), certificate_steps.MISREAD.get(fault)
             with planted("" if misread else fault, step):
                 try:
-                    certificate = module.run_probes(args, seed, misread or step)
+                    items = module.take(iterators) if before else None
+                    certificate = module.run_probes(args, seed, misread or step, items)
                 except (
                     ConfigError,
                     KernelError,
                     PlanError,
                 ) as error:  # which other ranks may wait for
+                    found = [*found] if before else []  # others are not through with data
                     write([*found, entry | {"rejections": [str(error)]}])
                     os._exit(STOPPED)
-            entry["rejections"] = [probe.rejection() for probe in certificate.failures]
+            entry["rejections"] += [probe.rejection() for probe in certificate.failures]
             gaps = certificate.not_covered
             failure = next((gap[10:-1] for gap in gaps if gap.startswith("the loss (")), "")
-            entry |= {"failure": failure, "not_covered": gaps}
-            changed = process_state.changes(before, process_state.whole())
-            found.append(asdict(certificate) | entry | {"changed": changed})
+            entry["failure"] = entry["failure"] or failure
+            entry["not_covered"] += [gap for gap in gaps if gap not in entry["not_covered"]]
+            entry["changed"] |= process_state.changes(state, process_state.whole())
+            entry["probes"] += [asdict(probe) for probe in certificate.probes]
+            found.append(asdict(certificate) | entry)
         if os.environ["RANK"] == "0":
             write(found)
-        if any(fault for fault, _ in job["cases"]):
+        if before:  # a right job gets as far as its first step
             finish()
+        return found
 
     def finish(*args, **kwargs):
         dist.barrier()

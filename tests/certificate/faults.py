@@ -551,6 +551,15 @@ def _documents_lost(stage):
     return _at("cp_ring.megatron.gpt.get_batch", faulty)
 
 
+def _documents_lost_on_rank(get_batch, *args):
+    """Once there is data; before, attention would show it."""
+    from megatron.training import get_args
+
+    batch, began = get_batch(*args), hasattr(get_args(), "curr_iteration")
+    lost = began and _cp() > 1 and _rank() == 1
+    return batch | {"packed_seq_params": None} if lost else batch
+
+
 def _stage(vp_stage):
     from megatron.core import parallel_state
 
@@ -575,6 +584,43 @@ PRODUCTION = {
     "second microbatch lost": _at("cp_ring.megatron.gpt.loss_function", _second_lost),
 }
 ATTENTION |= PRODUCTION
+
+
+# Faults of data, in what the iterators of a rank give.
+
+
+def _items(change):
+    def faulty(take, iterators):
+        return [item and item | change(item) for item in take(iterators)]
+
+    return _at("cp_ring.megatron.certificate.certify.take", faulty)
+
+
+def _other_rows(of_rank):
+    """A sampler that reads other rows on the second rank of a group."""
+    return _items(lambda item: {n: item[n] + of_rank() for n in ("tokens", "labels")})
+
+
+def _tp_rank():
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+DATA = {
+    "labels shifted by the collate function": _items(
+        lambda item: {"labels": item["labels"].roll(-1, 1)}
+    ),
+    "labels not shifted by the data set": _items(lambda item: {"labels": item["tokens"]}),
+    "rows of another context-parallel rank": _other_rows(_rank),
+    "rows of another stage": _other_rows(lambda: _stage(0)),
+    "documents lost on the second rank": _at(
+        "cp_ring.megatron.gpt.get_batch", _documents_lost_on_rank
+    ),
+}
+DATA_OF_TP = {"rows of another tensor-parallel rank": _other_rows(_tp_rank)}
+"""Of jobs whose tensor-parallel ranks read for themselves."""
+ATTENTION |= DATA
 
 
 # Faults of other layers, each where the job has them.
@@ -620,8 +666,8 @@ def planted(name, step=None):
 
 
 def _places(name, step):
-    if name in ATTENTION or name in LAYERS:
-        return list((ATTENTION | LAYERS)[name]())
+    if found := (ATTENTION | LAYERS | DATA_OF_TP).get(name):
+        return list(found())
     if name in OF_MEANS:
         return [parity.FAULTS[name]()]
     from cp_ring.megatron import gpt

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.certificate.faults import (
+    DATA,
     FAULTS,
     LAYERS,
     LOSSES,
@@ -132,7 +133,7 @@ ELSEWHERE = (
     *OF_FOUR,
 )
 ELSEWHERE += (*OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP)
-ELSEWHERE += (*LAYERS, *SUBTLE, *PRODUCTION)
+ELSEWHERE += (*LAYERS, *SUBTLE, *PRODUCTION, *DATA)
 OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
 _LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
@@ -172,7 +173,12 @@ _OWN = (
         f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1",
         (*OF_DOCUMENTS, *OF_PREDICTION, *OF_BORDERS),
     ),
-    Job("declared", 2, f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global", OF_DECLARED),
+    Job(
+        "declared",
+        2,
+        f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global,causal",
+        OF_DECLARED,
+    ),
     Job("rows", 2, _ROWS, OF_ROWS),
     Job("layers", 2, _LAYERS, tuple(OF_ONE_LAYER)),
     Job(
@@ -186,13 +192,13 @@ _OWN = (
     Job(
         "hybrid-branches",
         2,
-        f"{HYBRID} --cp-ring-mask-kinds tree --cp-ring-recurrent states",
+        f"{HYBRID} --cp-ring-mask-kinds tree,causal --cp-ring-recurrent states",
         ("states begin anew on each rank", "states run across documents"),
     ),
     Job("linear-attention", 2, f"{LINEAR} --calculate-per-token-loss", OF_STATES),
     Job("linear-attention-documents", 2, f"{LINEAR} --cp-ring-document-mask", OF_ORDER),
     Job("heterogeneous", 2, f"{HETEROGENEOUS} --calculate-per-token-loss", OF_OTHER_LAYERS),
-    Job("production", 4, _PRODUCTION, tuple(PRODUCTION)),
+    Job("production", 4, _PRODUCTION, (*PRODUCTION, *DATA)),
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
 )

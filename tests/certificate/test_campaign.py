@@ -9,7 +9,7 @@ import pytest
 
 from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
-from tests.certificate.faults import FAULTS, OF_MEANS, SUBTLE
+from tests.certificate.faults import DATA, DATA_OF_TP, FAULTS, OF_MEANS, SUBTLE
 from tests.certificate.jobs import (
     FAULTY,
     OSS,
@@ -44,6 +44,11 @@ KINDS = {
     "recomputation": ("production", "kept output halved"),
     "microbatches": ("production", "second microbatch lost"),
     "latent gradient": ("latents", "rotated part not returned"),
+    "collate function": ("production", "labels shifted by the collate function"),
+    "data set": ("production", "labels not shifted by the data set"),
+    "sampler": ("production", "rows of another context-parallel rank"),
+    "sampler of stages": ("production", "rows of another stage"),
+    "documents of a rank": ("production", "documents lost on the second rank"),
 }
 """Kinds of faults: a job, and a fault that is planted in it."""
 
@@ -63,6 +68,8 @@ def test_a_fault_of_each_kind_is_stopped(tmp_path, name):
     found = campaign.faults([replace(job, faults=faults)], "", tmp_path)
     assert [entry for entry in found if not entry["stopped"]] == []
     lines = {entry["fault"]: entry["how"] for entry in found}
+    for fault in DATA.keys() & {*faults}:
+        assert "microbatch of 1x64 tokens" in lines[fault]
     if name == "oss":
         assert lines["window off by one"] == (
             "--cp-ring-certify: layer 1 (window 5, learnable sinks), causal: mask wrong in 32 "
@@ -80,6 +87,18 @@ def test_a_script_as_users_have_it(tmp_path):
     )
     passes(right)
     assert [found for found in faulty if not found.get("rejections")] == []
+
+
+@pytest.mark.ci
+def test_tensor_parallel_ranks_that_read_for_themselves(tmp_path):
+    """The forward step of this script reads on each rank."""
+    sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2"
+    faults = (*DATA_OF_TP, "loss mask not split", "position ids of each rank from 0")
+    job = Job("tp", 4, f"{UNTIED} --num-layers 1 {sizes}", faults, by_script=True)
+    right, *faulty = campaign.examine(job, [(fault, 1) for fault in ("", *faults)], SMALL, tmp_path)
+    passes(right)
+    for found in faulty:
+        assert any("microbatch of 1x64 tokens" in line for line in found["rejections"]), found
 
 
 @pytest.mark.ci

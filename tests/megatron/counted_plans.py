@@ -1,7 +1,5 @@
 """A rank of a job that tells each plan of a microbatch that a training process makes."""
 
-import multiprocessing
-
 from torch.utils.data import get_worker_info
 
 from cp_ring.megatron.adapter import microbatch_mask
@@ -17,7 +15,6 @@ def told(*given):
 
 
 def run(job, folder):
-    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
     microbatch_mask._make_plan = told
     worker.run(job, folder)
 

@@ -28,9 +28,9 @@ JOBS = {
     "oss": OSS,
     "documents": f"{UNTIED} --cp-ring-document-mask --mtp-num-layers 1",
     "balanced": f"{UNTIED} --cp-ring-document-mask --cp-ring-layout balanced --bf16",
-    "declared": f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global",
+    "declared": f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global,causal",
     "declared_balanced": (
-        f"{UNTIED} --cp-ring-mask-kinds tree,shared-prefix --cp-ring-layout balanced --window-size "
+        f"{UNTIED} --cp-ring-mask-kinds tree,shared-prefix,causal --cp-ring-layout balanced --window-size "
         "5,0 --window-attn-skip-freq 2 --mtp-num-layers 1 --micro-batch-size 2"
     ),
     "moe": (
@@ -81,38 +81,41 @@ TRAINED = shlex.split(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A job trained with and without its certificate."""
+    """A job trained with and without its certificate, and resumed with workers."""
     folder = tmp_path_factory.mktemp("trained")
-    three = [*TRAINED, "--train-iters", "5", "--exit-interval", "3"]
-    saved = ["--save", str(folder / "saved"), "--save-interval", "100"]
-    jobs = {
-        "with": [*three, *saved, "--cp-ring-certify"],
-        "without": three,
-    }
+    jobs = {}
+    for name, more in {"with": ["--cp-ring-certify"], "without": []}.items():
+        saved = ["--save", str(folder / f"saved {name}"), "--save-interval", "2"]
+        flags = [*TRAINED, *saved, *more]
+        jobs[name] = [*flags, "--train-iters", "5", "--exit-interval", "3"]
+        # whose sampler draws its seed when it is asked for the first batch
+        cyclic = ["--num-workers", "2", "--dataloader-type", "cyclic"]
+        load = ["--load", saved[1], "--ckpt-step", "2"]
+        jobs[f"{name}, resumed"] = [*flags, *load, "--train-iters", "5", *cyclic]
     train(2, jobs, folder, COMMON)
     return folder
 
 
-def test_the_training_is_the_same_to_the_last_bit(trained):
-    ours, plain = trace(trained, "with"), trace(trained, "without")
-    assert sorted(ours) == sorted(plain) == [1, 2, 3]
-    assert [(ours[step]["loss"], ours[step]["grad_norm"]) for step in ours] == [
-        (plain[s]["loss"], plain[s]["grad_norm"]) for s in ours
-    ]
+@pytest.mark.parametrize("resumed, steps", [("", [1, 2, 3]), (", resumed", [3, 4, 5])])
+def test_the_training_is_the_same_to_the_last_bit(trained, resumed, steps):
+    ours, plain = trace(trained, f"with{resumed}"), trace(trained, f"without{resumed}")
+    assert [*ours] == [*plain] == steps
+    for step in steps:
+        same = ("loss", "grad_norm", *["rows"] * (step != steps[0]))  # the probes read too
+        assert [ours[step][each] for each in same] == [plain[step][each] for each in same]
 
 
-def test_says_in_one_line_what_it_probed_and_how_long_it_took(trained):
+def test_says_in_a_line_each_what_it_probed_and_how_long_it_took(trained):
     lines = [
         line
         for line in (trained / "with.log").read_text().splitlines()
         if line.startswith("cp_ring: certificate: ")
     ]
-    assert len(lines) == 1
-    assert (
-        "probes passed in" in lines[0]
-        and "layer 1 (window 5, learnable sinks) under causal" in lines[0]
-    )
-    stored = json.loads((trained / "saved" / "cp_ring_certificate.json").read_text())
+    first, second = lines
+    assert "probes passed in" in first and "layer 1 (window 5, learnable sinks) under" in first
+    assert "probes passed in" in second and "(microbatch of 1x64 tokens under causal)" in second
+    stored = json.loads((trained / "saved with" / "cp_ring_certificate.json").read_text())
+    assert {"mask", "batch rows"} <= {probe["name"] for probe in stored["probes"]}
     assert stored["about"]["arguments"]["window_size"] == [5, 0]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from cp_ring.megatron.certificate.attention_probes import TestedLayers
+from cp_ring.megatron.certificate.attention_probes import ExaminedLayers
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
@@ -52,7 +52,7 @@ def test_layers_get_the_offsets_of_documents_on_their_device():
     for packed in (given, None):
         batch = SimpleNamespace(packed=packed, kind=None)
         meta = torch.device("meta")
-        found = TestedLayers({}, None, torch.float32, meta, 0, batch).packed
+        found = ExaminedLayers({}, None, torch.float32, meta, 0, batch).packed
         assert found is None if packed is None else found.cu_seqlens_q.is_meta
     assert given.cu_seqlens_q is offsets  # which the batch of the probe is made from
 

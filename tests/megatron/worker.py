@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 
@@ -120,6 +121,7 @@ def rank(rank, ranks, port, job, folder, log, work=run):
     """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; both output streams go
     to `log`.
     """
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
     os.environ |= place(rank, ranks, port)
     output_to(log)
     work(job, folder)

@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class TestedLayers:
+class ExaminedLayers:
     """Core attention layers of one kind by number, with their context-parallel group, dtype and
     device, the seed of random tensors, and the batch rows of a microbatch.
     """
@@ -113,12 +113,12 @@ class TestedLayers:
         return heads.transpose(0, 1)[:, sampled]
 
 
-def probes(tested: TestedLayers, rounds: int, samples: int | None = None) -> list[Probe]:
+def probes(tested: ExaminedLayers, rounds: int, samples: int | None = None) -> list[Probe]:
     """Return the probes of the mask of the first layer, and of the values of all layers."""
     return [*mask_probes(tested, rounds), *value_probes(tested, samples)]
 
 
-def mask_probes(tested: TestedLayers, rounds: int) -> list[Probe]:
+def mask_probes(tested: ExaminedLayers, rounds: int) -> list[Probe]:
     """Change one token's value, or the gradient of one query's output, and find the outputs, or the
     gradients of values, that change. `rounds` limits the number of calls.
     """
@@ -133,7 +133,7 @@ def mask_probes(tested: TestedLayers, rounds: int) -> list[Probe]:
     return probes
 
 
-def _chosen_tokens(tested: TestedLayers, most: int) -> list[int]:
+def _chosen_tokens(tested: ExaminedLayers, most: int) -> list[int]:
     """Return at most `most` positions to probe, evenly spread and beside edges of chunks, documents
     and windows, where a mask is most likely wrong.
     """
@@ -146,7 +146,7 @@ def _chosen_tokens(tested: TestedLayers, most: int) -> list[int]:
     return chosen[:: -(-len(chosen) // most)]
 
 
-def _ones(tested: TestedLayers, heads: int, picked: list[int]) -> Tensor:
+def _ones(tested: ExaminedLayers, heads: int, picked: list[int]) -> Tensor:
     """Return zeros [b, n, heads, e] with a one for each picked token, in its own channel of the
     first head that shares a key/value head.
     """
@@ -157,7 +157,7 @@ def _ones(tested: TestedLayers, heads: int, picked: list[int]) -> Tensor:
     return x
 
 
-def _changed(tested: TestedLayers, picked: list[int], of_keys: bool) -> Tensor:
+def _changed(tested: ExaminedLayers, picked: list[int], of_keys: bool) -> Tensor:
     """Return [b, s, g, e]: what each picked key adds to outputs, or what the output of each picked
     query adds to the gradients of values.
     """
@@ -172,7 +172,7 @@ def _changed(tested: TestedLayers, picked: list[int], of_keys: bool) -> Tensor:
     return tested.local(dv)
 
 
-def _wrong_pairs(tested: TestedLayers, picked: list[int], of_keys: bool) -> tuple[int, str]:
+def _wrong_pairs(tested: ExaminedLayers, picked: list[int], of_keys: bool) -> tuple[int, str]:
     """Return the number of pairs on which the layer and the declared mask disagree, and the first
     pair as text. `picked` are keys of this rank's queries, or queries of its keys.
     """
@@ -192,7 +192,7 @@ def _wrong_pairs(tested: TestedLayers, picked: list[int], of_keys: bool) -> tupl
     return len(wrong), where
 
 
-def value_probes(tested: TestedLayers, samples: int | None) -> list[Probe]:
+def value_probes(tested: ExaminedLayers, samples: int | None) -> list[Probe]:
     """Compare outputs and gradients of all layers for the same random tensors; return the worst
     layer for each of them. With `samples`, compare that number of queries of this rank only.
     """
@@ -221,7 +221,7 @@ def value_probes(tested: TestedLayers, samples: int | None) -> list[Probe]:
     return [*worst.values()]
 
 
-def _draw(tested: TestedLayers, samples: int | None) -> tuple[Tensors, Tensor]:
+def _draw(tested: ExaminedLayers, samples: int | None) -> tuple[Tensors, Tensor]:
     """Draw random tensors, the same on all ranks: q, k, v of whole batch rows, and the gradient of
     the compared outputs of this rank, dout [b, m, h, e].
 
@@ -243,7 +243,7 @@ def _draw(tested: TestedLayers, samples: int | None) -> tuple[Tensors, Tensor]:
 
 
 def _results(
-    tested: TestedLayers,
+    tested: ExaminedLayers,
     attention: Callable[[Tensor, Tensor, Tensor], Tensor],
     inputs: Tensors,
     sampled: Tensor,
@@ -267,7 +267,7 @@ def _results(
 
 
 def _probe(
-    tested: TestedLayers, name: str, computed: Tensor, truth: Tensor, sampled: Tensor
+    tested: ExaminedLayers, name: str, computed: Tensor, truth: Tensor, sampled: Tensor
 ) -> Probe:
     difference = computed.double() - truth
     bound = BOUNDS[tested.dtype] + WIRES[getattr(tested.first, "wire", "plain")].widening

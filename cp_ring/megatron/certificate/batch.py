@@ -6,13 +6,17 @@ Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cp_ring.megatron import settings
+from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import (
     DocumentParams,
@@ -27,6 +31,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
 VOCABULARY = 128
+TOKENS = ("input_ids", "tokens")
 DOCUMENTS = 4  # of a batch row
 
 
@@ -39,6 +44,8 @@ class Batch:
         masks: the declared mask of each batch row; [] if the job's masks are not declared.
         packed: the `packed_seq_params` of layers, or None if every batch row is one document.
         positions: the indices in their batch rows of each rank's tokens, int64 [b, s].
+        items: of the job's own microbatch: whole batch rows, what a whole model on this rank reads,
+            and what each of its virtual stages does. [] for a drawn one.
     """
 
     kind: LayerKind
@@ -46,40 +53,67 @@ class Batch:
     masks: list[Mask]
     packed: Any
     positions: list[Tensor]
+    items: Sequence[Any] = ()
 
     @classmethod
     def draw(cls, kind: LayerKind, cp: int, padded: bool = False) -> Batch:
-        """Draw the masks, and split the batch rows as the settings in force say. With `padded`,
-        packed documents have padding if the job's may.
-        """
-        n, seeds, ring = kind.tokens, range(1, kind.batch_size + 1), in_force()
-        packed: Any = None
-        masks = []
+        """Draw the masks. With `padded`, packed documents have padding if the job's may."""
+        n, seeds = kind.tokens, range(1, kind.batch_size + 1)
         if kind.mask.startswith(PREFIX):
-            from cp_ring.megatron.data.masks import DeclaredMask
+            return cls.split(
+                kind, n, [], [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds], cp
+            )
+        separate = kind.mask == "packed" and not in_force().whole_rows
+        unit = 4 * cp if separate else 1  # each document is split separately
+        parts = 1 if kind.mask == "causal" else DOCUMENTS
+        spans = [_pairs(_edges(n // unit, parts, seed) * unit) for seed in seeds]
+        if padded and separate:
+            spans = [each - np.outer(np.arange(1, len(each) + 1) % 3 + 1, (0, 1)) for each in spans]
+        return cls.split(kind, n, spans, [], cp)
 
-            masks = [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds]
+    @classmethod
+    def read(cls, kind: LayerKind, cp: int, items: Sequence[Any], item: dict[str, Any]) -> Batch:
+        """Read the documents or masks of the job's own microbatch: `item`, of whole batch rows, of
+        which the iterators of this rank gave `items`.
+        """
+        b, n = next(item[name] for name in TOKENS if name in item).shape
+        kind, masks, rows = replace(kind, tokens=n, batch_size=b), [], [np.array([0, n])] * b
+        if kind.mask.startswith(PREFIX):
+            from cp_ring.megatron.data.masks import read  # few jobs declare masks
+
+            masks = read(item.get(KEY), b, n, settings.current().kinds)
+        elif kind.mask == "packed":  # one stream
+            offsets = item["cu_seqlens"].view(b, -1) + n * torch.arange(b)[:, None]
+            rows = [np.unique(np.append(offsets, [0, n * b]))]
+        elif kind.mask == "documents":
+            ids = item["position_ids"].view(b, -1, n)  # may have three sections
+            rows = [np.append(np.flatnonzero((each == 0).all(0)), n) for each in ids]
+        batch = cls.split(kind, int(rows[0][-1]), [_pairs(edges) for edges in rows], masks, cp)
+        own = next((each for each in items if each is not None), None)
+        if own is None and compat.group_of(None, "tp").rank() == 0:  # which loads for the others
+            own = item
+        return replace(batch, items=[item, own, *items])
+
+    @classmethod
+    def split(cls, kind: LayerKind, n: int, spans: list[Ints], masks: list[Mask], cp: int) -> Batch:
+        """Split batch rows of `n` tokens as the settings in force say. They have the `masks`, or
+        documents with these `spans`, int64 [documents, 2].
+        """
+        ring, packed = in_force(), None
+        rules = [document_rule(n, of_row.tolist()) for of_row in spans]
+        if masks:
+            from cp_ring.megatron.data.masks import DeclaredMask  # few jobs declare masks
+
             rules = [declared_rule(mask) for mask in masks]
             packed = DocumentParams.carry(DeclaredMask.of_rows(masks, cp, ring.split))
-        else:
-            unit = 1
-            if kind.mask == "packed" and not ring.whole_rows:
-                unit = 4 * cp  # each document is split separately
-            parts = 1 if kind.mask == "causal" else DOCUMENTS
-            edges = np.stack([_edges(n // unit, parts, seed) * unit for seed in seeds])
-            ends = edges[:, 1:].copy()
-            if padded and unit > 1:
-                ends -= np.arange(1, ends.shape[1] + 1) % 3 + 1
-            spans = np.stack([edges[:, :-1], ends], 2)
-            rules = [document_rule(n, of_row) for of_row in spans.tolist()]
-            if kind.mask == "documents":
-                offsets = np.unique(edges + n * np.arange(len(edges))[:, None])
-                in_rows = Documents.in_rows(offsets, len(edges), cp, ring.split)
-                packed = DocumentParams.carry(in_rows)
-            elif kind.mask == "packed":
-                real = np.append(0, np.cumsum(ends - edges[:, :-1]))
-                both = (torch.from_numpy(x).to(torch.int32) for x in (real, edges[0]))
-                packed = thd_params(*both)
+        elif kind.mask == "documents":
+            starts = [of_row[:, 0] + n * number for number, of_row in enumerate(spans)]
+            offsets = np.append(np.concatenate(starts), n * len(spans))
+            packed = DocumentParams.carry(Documents.in_rows(offsets, len(spans), cp, ring.split))
+        elif kind.mask == "packed":
+            real = np.append(0, np.cumsum(np.diff(spans[0])))
+            both = (torch.tensor(x, dtype=torch.int32) for x in (real, [*spans[0][:, 0], n]))
+            packed = thd_params(*both)
         batch_rows = 1 if packed is None else len(rules)
         split = documents_of(packed, (batch_rows, n // cp), cp, ring)
         positions = [split.places(rank).T.expand(len(rules), -1) for rank in range(cp)]
@@ -114,25 +148,40 @@ class Batch:
             data["max_seqlen"] = torch.tensor([self.packed.max_seqlen_q], dtype=torch.int32)
         return data
 
+    def delivered(self, seed: int, number: int = 0) -> Any:
+        """Return a copy of this one of `items`; else a drawn microbatch, in which tokens differ.
+
+        The loss mask has random factors and further zeros: equal weights would not show whose they
+        are.
+        """
+        if not self.items:
+            return self.data(seed, distinct=True)
+        item = copy.deepcopy(self.items[number])
+        if item and isinstance(own := item.get("loss_mask"), Tensor):
+            factors = self._loss_mask(torch.Generator().manual_seed(seed))
+            item["loss_mask"] = own * factors.view(own.shape)
+        return item
+
     def _loss_mask(self, random: torch.Generator) -> Tensor:
         """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
         sequence: float32 [b, n].
 
-        The weights of a rank add up to a whole number: loss functions of Megatron's scripts cut off
-        fractions of this sum, with and without context parallelism.
+        The weights of two neighbors, which are on one rank, add up to a whole number: loss functions
+        of Megatron's scripts cut off fractions of a rank's sum, with and without context
+        parallelism.
         """
         last = torch.stack([rule.last for rule in self.rules])
-        b, n = last.shape
-        some = torch.rand(b, n, generator=random) < torch.linspace(0.4, 1.0, n)
-        mask = some * torch.randint(1, 8, (b, n), generator=random) / 4
+        b, half = len(last), last.shape[1] // 2
+        weight = torch.randint(1, 8, (b, half), generator=random) / 4
+        some = torch.rand(b, half, generator=random) < torch.linspace(0.4, 1.0, half)
         if self.kind.mask in ("documents", "packed"):
-            mask[last] = 0
-        for mine in self.positions:
-            part = mask.gather(1, mine)
-            for batch_row, token in part.nonzero()[-1:].tolist():
-                missing = -float(part.sum(dtype=torch.float64)) % 1
-                mask[batch_row, mine[batch_row, token]] += missing
-        return mask
+            some &= ~last.view(b, half, 2).any(2)
+        return (torch.stack([weight, 2 - weight], 2) * some[..., None]).flatten(1)
+
+
+def _pairs(edges: Any) -> Ints:
+    """Return the documents between offsets, int64 [documents, 2]."""
+    return np.stack([edges[:-1], edges[1:]], 1)
 
 
 def _edges(n: int, parts: int, seed: int) -> Ints:

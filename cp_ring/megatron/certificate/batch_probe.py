@@ -20,14 +20,14 @@ from torch import Tensor
 
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.documents import documents_of, without_whole_rows
-from cp_ring.megatron.certificate.batch import VOCABULARY
+from cp_ring.megatron.adapter.documents import DocumentParams, documents_of, without_whole_rows
+from cp_ring.megatron.certificate.batch import TOKENS, VOCABULARY, Batch
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
 # relative difference of two weights; drawn weights differ by a tenth or more
 SAME = 1e-4
-TOKENS = ("input_ids", "tokens")
+NEXT = "next token as label"
 NAMES = {
     "tokens": "token",
     "labels": "label",
@@ -88,7 +88,7 @@ def observe(
         sent = before["embedded"].transpose(0, 1)
         stage = [(model, "pre_process", False), (model.decoder, "input_tensor", sent)]
     with replaced((model, "forward", record), *stage), suppress(_LayersBegin):
-        output, loss = step(iter([data]), model)
+        output, loss = step(data and iter([data]), model)
         if output.numel() == seen["labels"].numel():
             (weights,) = torch.autograd.grad(
                 loss(output)[0], output, allow_unused=True, materialize_grads=True
@@ -140,15 +140,21 @@ def _alike(name: str, mine: Any, whole: Any, shape: Any) -> bool:
     """
     if name != "packed":
         return mine is not None and torch.equal(mine, whole)
-    b, s = shape
-    group = compat.group_of(None, "cp")
-    cp = group.size()
-    packed = [without_whole_rows(each, s * cp) for each in (mine, whole)]
-    if None in packed:
-        return packed == [None, None]
-    ours, theirs = (documents_of(each, (b, s), cp, in_force()) for each in packed)
-    places = ours.positions(group.rank()), theirs.positions(group.rank())
+    ours, theirs = (_documents(packed, shape) for packed in (mine, whole))
+    if ours is None or theirs is None:
+        return ours is theirs
+    rank = compat.group_of(None, "cp").rank()
+    places = ours.positions(rank), theirs.positions(rank)
     return ours.mask().digest == theirs.mask().digest and torch.equal(*places)
+
+
+def _documents(packed: Any, shape: Any) -> Any:
+    """Return the documents of `packed_seq_params` whose tokens on this rank have this shape; None
+    if each batch row is one.
+    """
+    cp = compat.group_of(None, "cp").size()
+    packed = without_whole_rows(packed, shape[1] * cp)
+    return packed and documents_of(packed, shape, cp, in_force())
 
 
 def _next_labels(labels: Tensor, packed: Any) -> Tensor:
@@ -164,16 +170,21 @@ def _next_labels(labels: Tensor, packed: Any) -> Tensor:
 
 
 def compare(
-    ours: Seen, truth: Seen, data: dict[str, Any], positions: Tensor, about: tuple[str, str]
+    ours: Seen, truth: Seen, batch: Batch, seed: int, about: tuple[str, str]
 ) -> list[Probe]:
-    """Compare the inputs of this rank with those of whole batch rows, and the latter with the batch
-    `data`. `positions` [b, s] are the indices of this rank's tokens in the batch rows. `about`
-    names the microbatch and its mask.
+    """Compare the inputs of this rank with those of whole batch rows, and the latter with `batch`
+    itself. `about` names the microbatch and its mask.
 
-    The last comparison finds faults of the forward step that are the same at any size: tokens whose
-    loss mask is 0 must have no weight, though the step may leave out more tokens, and tokens with a
-    weight must have their own label.
+    The last comparison finds faults of data and forward step that are the same at any size: tokens
+    whose loss mask is 0 must have no weight, though the step may leave out more tokens, and tokens
+    with a weight must have their own label, which is the next token.
     """
+    rank = compat.group_of(None, "cp").rank()
+    positions, packed = batch.positions[rank], batch.packed
+    if not isinstance(packed, DocumentParams):  # a script may find documents by itself
+        split = _documents(packed := truth.get("packed"), positions.shape)
+        positions = split.places(rank).T if split else positions
+    positions = positions.to(truth["labels"].device)
     batch_rows, s = positions.shape
     index = torch.arange(batch_rows, device=positions.device)[:, None], positions
     probes = []
@@ -192,6 +203,11 @@ def compare(
                 # whether the numbers are right.
                 mine, expected = (x / (x.sum() or 1) for x in (mine, expected))
             probes.append(_probe(shown, mine, expected, positions, "at cp 1", about))
+    if "packed" in ours:
+        wrong = not _alike("packed", ours["packed"], packed, positions.shape)
+        where = "the layers get others than the batch has"
+        probes.append(Probe("documents", *about, float(wrong), 0.0, where, "microbatches"))
+    data = batch.delivered(seed)
     if "weights" in truth and truth["labels"].shape == data["labels"].shape:
         labels, weights = truth["labels"], truth["weights"]
         hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
@@ -203,7 +219,39 @@ def compare(
             ("label that counts", labels, counted),
         ):
             probes.append(_probe(name, mine, expected, places, "by the batch itself", about))
-    return probes
+    return probes + _next_tokens(truth, batch, about)
+
+
+def _next_tokens(truth: Seen, batch: Batch, about: tuple[str, str]) -> list[Probe]:
+    """Compare labels that count with the next tokens of their documents. Return [] for a job that
+    predicts something else: most labels are none of the tokens nearby, or, under masks that batches
+    declare, not the next ones.
+    """
+    if "weights" not in truth or truth["tokens"].shape != truth["weights"].shape:
+        return []
+    tokens, labels, weights = (truth[name] for name in ("tokens", "labels", "weights"))
+    last = torch.stack([rule.last for rule in batch.rules]).to(labels.device)
+    counts = (weights != 0) & ~last.view(labels.shape)
+    near = [labels == tokens.roll(-shift, 1) for shift in (1, 0, 2)]
+    shares = [float(each[counts].float().mean()) for each in near[: 1 if batch.masks else 3]]
+    if not max(shares) > 0.5:
+        return []
+    expected = torch.where(counts, tokens.roll(-1, 1), labels)
+    places = torch.arange(labels.shape[1]).expand_as(labels)
+    return [_probe(NEXT, labels, expected, places, "the batch has", about)]
+
+
+def same_rows(batch: Batch, about: tuple[str, str]) -> Probe:
+    """Compare what the data iterators of this rank give with the whole batch rows."""
+    whole, *mine = ({} if item is None else item for item in batch.items)
+    wrong = {
+        name
+        for item in mine
+        for name, x in item.items()
+        if isinstance(x, Tensor) and not torch.equal(x, whole[name])
+    }
+    where = f"{min(wrong, default='')} is not that of the ranks that share its microbatch"
+    return Probe("batch rows", *about, len(wrong), 0.0, where, "tensors")
 
 
 def _probe(

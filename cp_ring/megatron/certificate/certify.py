@@ -23,6 +23,7 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate import layer_probe, loss_probe
+from cp_ring.megatron.certificate.first_microbatch import Item, take
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.training_step import ForwardStep
@@ -44,9 +45,18 @@ _ARGUMENTS = """
 _runs = RUNTIME.of_process(itertools.count())
 
 
-def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certificate:
+def certify(
+    args: argparse.Namespace,
+    step: ForwardStep | None = None,
+    before: Certificate | None = None,
+    iterators: Any = None,
+) -> Certificate:
     """Probe the job of `args`, whose parallel groups exist, on all ranks; end it with exit code 2
     if a probe fails.
+
+    It is called before the model is built and, with the certificate of `before` and the `iterators`
+    of the training data, before the first step: then for the microbatch that these give first,
+    which training still gets.
 
     `step` is the forward step that the job trains with; the default is that of
     `cp_ring.pretrain_gpt`. With `--cp-ring-certify strict` the job also ends if something cannot be
@@ -56,9 +66,11 @@ def certify(args: argparse.Namespace, step: ForwardStep | None = None) -> Certif
     checkpoints.
     """
     with rejection.rejecting():
-        certificate = run_probes(args, step=step)
+        certificate = run_probes(args, step=step, items=take(iterators) if before else None)
     if problem := verdict(certificate):
         rejection.reject(problem)
+    certificate.probes += before.probes if before else []
+    certificate.not_covered += before.not_covered if before else []
     if dist.get_rank() == 0 and getattr(args, "save", None):
         _save(Path(args.save), certificate)
     return certificate
@@ -101,10 +113,14 @@ def _save(folder: Path, certificate: Certificate) -> None:
 
 
 def run_probes(
-    args: argparse.Namespace, seed: int = SEED, step: ForwardStep | None = None
+    args: argparse.Namespace,
+    seed: int = SEED,
+    step: ForwardStep | None = None,
+    items: list[Item | None] | None = None,
 ) -> Certificate:
-    """Run all probes of the job of `args` over its own groups. Every rank calls it and gets the
-    same certificate, with the worst result of all ranks for each probe.
+    """Run all probes of the job of `args` over its own groups or, with `items`, those of this
+    microbatch. Every rank calls it and gets the same certificate, with the worst result of all
+    ranks for each probe.
 
     Errors of attention are raised, and so are errors of the loss that only some ranks have.
     """
@@ -112,24 +128,23 @@ def run_probes(
     certificate = Certificate(about=_about(args))
     of_ranks = [certificate.probes] * dist.get_world_size()
     with states_restored():
-        layer_probe.probe_layers(args, certificate, seed)
-        _probe_losses(args, certificate, step, seed)
+        if items is None:
+            layer_probe.probe_layers(args, certificate, seed)
+        _probe_losses(args, certificate, step, seed, items)
         dist.all_gather_object(of_ranks, certificate.probes)
     certificate.merge(of_ranks)
     certificate.seconds = time.monotonic() - start
     return certificate
 
 
-def _probe_losses(
-    args: argparse.Namespace, results: Certificate, step: ForwardStep | None, seed: int
-) -> None:
+def _probe_losses(args: argparse.Namespace, results: Certificate, *rest: Any) -> None:
     """Probe the loss. If all ranks have an error, the loss cannot be probed: the job may be right,
     and no tiny model can have its flags. If only some ranks have one, the other ranks would wait
     for them, so the error is raised.
     """
     run = next(_runs)
     try:
-        loss_probe.probe_losses(args, results, step, seed)
+        loss_probe.probe_losses(args, results, *rest)
     except (ConfigError, PlanError, KernelError):
         raise
     except Exception as error:

@@ -18,7 +18,7 @@ import torch
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.heads_choice import every_choice
-from cp_ring.megatron.certificate.attention_probes import TestedLayers, probes
+from cp_ring.megatron.certificate.attention_probes import ExaminedLayers, probes
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.layer_kinds import (
     GRAIN,
@@ -56,7 +56,7 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
             made = partial(_make_layer, classes[kind.layer], config, groups)
             batch = Batch.draw(kind, groups.cp.size(), padded=True)
             layers = {number: made(kind, number) for number in kind.numbers}
-            tested = TestedLayers(layers, groups.cp, dtype, own_device(), seed, batch)
+            tested = ExaminedLayers(layers, groups.cp, dtype, own_device(), seed, batch)
             if hasattr(tested.first, "plan_of"):
                 results.probes += _ring_probes(tested, args.seq_length)
             else:
@@ -73,7 +73,7 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
                 results.up_to[f"{kind.layer_name} under {kind.mask}"] = reach
 
 
-def _ring_probes(tested: TestedLayers, n: int) -> Iterator[Probe]:
+def _ring_probes(tested: ExaminedLayers, n: int) -> Iterator[Probe]:
     """Probe ring attention: its settings at the job's own length `n`, then masks and values with
     each number of heads that a plan may choose.
     """
@@ -117,7 +117,7 @@ def _make_layer(made: Any, config: Any, groups: Any, kind: LayerKind, number: in
     return layer
 
 
-def _at_length(tested: TestedLayers, tokens: int) -> TestedLayers:
+def _at_length(tested: ExaminedLayers, tokens: int) -> ExaminedLayers:
     """Return the same layers with their own window on batch rows of about `tokens` tokens, and not
     fewer than before.
     """
@@ -128,7 +128,7 @@ def _at_length(tested: TestedLayers, tokens: int) -> TestedLayers:
     return replace(tested, batch=batch, note=f" at {tokens} tokens")
 
 
-def _settings(tested: TestedLayers) -> Probe:
+def _settings(tested: ExaminedLayers) -> Probe:
     """Probe that the layers have the declared window and share one plan for the microbatch, which
     is made once.
     """

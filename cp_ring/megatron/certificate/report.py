@@ -71,7 +71,8 @@ class Certificate:
         return sorted(failed, key=lambda probe: probe.bound > 0)
 
     def merge(self, of_ranks: list[list[Probe]]) -> None:
-        """Keep the worst result of all ranks for each probe."""
+        """Keep the worst result of all ranks for each probe, and each gap once."""
+        self.not_covered = [*dict.fromkeys(self.not_covered)]
         worst: dict[tuple[str, str, str], Probe] = {}
         for rank, probes in enumerate(of_ranks):
             for probe in (each.of_rank(rank) for each in probes):
