@@ -16,23 +16,21 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import PlanError
+from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.shard_tiles import shard_tiles
 from cp_ring.plan.tiles import OPEN, Tiles, split_at_edges
 from cp_ring.plan.time import BLOCK, Conditions, Traffic
-
-if TYPE_CHECKING:
-    from cp_ring.plan.layout import Layout
 
 Floats = NDArray[np.float64]
 
@@ -109,11 +107,9 @@ class Work(NamedTuple):
         return after - before
 
 
-def balanced_layout(
-    layers: Layers, cp: int, others: Sequence[Layout], make: Callable[[Ints, Ints], Layout]
-) -> Layout:
-    """Return the layout of `Layout.balanced`: one of `others`, even layouts for the same ranks, or
-    one that `make` makes of edges and owners.
+def balanced_layout(layers: Layers, cp: int) -> Layout:
+    """Return the layout of `Layout.balanced`: zigzag or contiguous if tokens are even, or one that
+    is made here.
 
     Raises `PlanError` if there are fewer tokens than ranks.
     """
@@ -122,12 +118,17 @@ def balanced_layout(
         raise PlanError(
             f"balanced layout cuts the sequence into {cp} chunks for cp {cp}, but it has {n} tokens"
         )
+    others = [Layout.zigzag(n, cp)] if n >= 2 * cp else []
+    others = [*others, Layout.contiguous(n, cp)]
+    others = [split for split in others if np.ptp(split.tokens_per_rank) <= (n % cp > 0)]
     rows, work = _measured(layers, cp)
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
     found: list[tuple[float, float, Layout]] = []
     good = [split for split in others if balance(layers, split) <= GOOD]
     ideal = 0.0
-    for split in chain(good, (make(*chunks) for chunks in _deals(work, rows, sizes))):
+    for split in chain(
+        good, (Layout(n, cp, *chunks, "balanced") for chunks in _deals(work, rows, sizes))
+    ):
         even = max(GOOD, balance(layers, split))
         best, limit, *_ = min(found, key=lambda one: one[:2], default=(even, np.inf))
         if even > best:
@@ -179,7 +180,7 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
             around = 2 * Conditions().exchange(-(-mask.n // split.cp), heads)
             tiles, rank, far = shard_tiles(mask.pieces, members)
             pairs, shards = _pairs_of_blocks(tiles), members.tokens_per_rank
-            traffic = Traffic.of(tiles, pairs, rank, far, shards, heads, Conditions())
+            traffic = Traffic(tiles, pairs, rank, far, shards, heads, Conditions())
             if traffic.bound + around < min(best, limit / count):
                 best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
             work = int(traffic.pairs.sum())

@@ -172,16 +172,9 @@ class Layout:
         communication. Raises `PlanError` if there are fewer tokens than ranks, and for masks of
         different lengths or numbers of layers below 1.
         """
-        cp, layers = _size(cp), _layers(masks)
-        n = layers[0][0].n
-        zigzag = [cls.zigzag(n, cp)] if n >= 2 * cp else []
-        even = [*zigzag, cls.contiguous(n, cp)] if n >= cp else []
-        even = [layout for layout in even if np.ptp(layout.tokens_per_rank) <= (n % cp > 0)]
         from cp_ring.plan.balance import balanced_layout
 
-        return balanced_layout(
-            layers, cp, even, lambda edges, owner: cls(n, cp, edges, owner, "balanced")
-        )
+        return balanced_layout(_layers(masks), _size(cp))
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:

@@ -211,7 +211,7 @@ class Plan:
         ring, heads, given = self.ring, self.ulysses, given or Conditions()
         tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
         shards = ring.layout.tokens_per_rank
-        traffic = Traffic.of(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
+        traffic = Traffic(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
         keys, gradients = (
             traffic.links(table.sender, table.receiver, table.hop, table.tokens * width).max(0)
             for table, width in zip(

@@ -170,7 +170,7 @@ def tables_of(
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
         shards, given = layout.tokens_per_rank, Conditions().dividing(heads)
-        traffic = Traffic.of(tiles, tiles.area(), rank, far, shards, heads, given)
+        traffic = Traffic(tiles, tiles.area(), rank, far, shards, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))

@@ -181,33 +181,24 @@ def _longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
     return longest
 
 
-@dataclass(frozen=True, eq=False)
 class Traffic:
     """The work and keys of each rank for the rank at each ring distance before it: arrays [cp, cp].
 
     pairs: pairs of the rank's queries and these keys.
-    keys: tokens that the rank reads.
+    keys: tokens that the rank reads. Each token of an owner is counted once.
     results: tokens of results of kernel calls.
     calls: kernel calls, all and those of several tiles, each for tiles without a band and with one,
         [2, 2, cp, cp]: tiles that share a key are calls of their own.
     longest: pairs of the longest block, see `_longest_blocks`, [2, cp, cp].
     shard: the number of tokens of the largest rank.
-    heads: how many ranks exchange heads and count as one here.
-    given: what time is predicted for.
+
+    It is counted from all tiles, joined where they can be, each of `area` pairs, of `rank`, and
+    `far` from the owner of its keys, between members of `heads` ranks with `shards` tokens. `given`
+    is what time is predicted for.
     """
 
-    pairs: Ints
-    keys: Ints
-    results: Ints
-    calls: Ints
-    longest: Ints
-    shard: int
-    heads: int
-    given: Conditions
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         tiles: Tiles,
         area: Ints,
         rank: Ints,
@@ -215,33 +206,25 @@ class Traffic:
         shards: Ints,
         heads: int,
         given: Conditions,
-    ) -> Traffic:
-        """Count the traffic of all tiles, joined where they can be, each of `area` pairs, between
-        members of `heads` ranks with `shards` tokens.
-
-        `far` is the distance of each tile from the owner of its keys. Each token of an owner is
-        counted once.
-        """
+    ):
         cp = len(shards)
+
+        def table(place: Ints, amount: Ints) -> Ints:
+            return np.bincount(place, amount, cp * cp).astype(np.int64).reshape(cp, cp)
+
+        self.heads, self.given, self.shard = heads, given, int(shards.max())
         place = rank * cp + far
-        pairs = np.bincount(place, area, cp * cp).astype(np.int64)
+        self.pairs = table(place, area)
         group, start, end = union(place, tiles.k0, tiles.k1)
-        keys = np.bincount(group, end - start, cp * cp).astype(np.int64).reshape(cp, cp)
-        keys[:, 0] = 0
+        self.keys = table(group, end - start)
+        self.keys[:, 0] = 0
+        self.results = table(place, tiles.q1 - tiles.q0)
         band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
         kinds = [(place[of], tiles.k0[of], tiles.k1[of]) for of in (~band, band)]
         calls = np.stack([depth(*of, cp * cp) for of in kinds])
         several = np.stack([np.bincount(of[0], minlength=cp * cp) for of in kinds]) > calls
-        return cls(
-            pairs.reshape(cp, cp),
-            keys,
-            np.bincount(place, tiles.q1 - tiles.q0, cp * cp).astype(np.int64).reshape(cp, cp),
-            np.stack([calls, calls * several]).reshape(2, 2, cp, cp),
-            _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp),
-            int(shards.max()),
-            heads,
-            given,
-        )
+        self.calls = np.stack([calls, calls * several]).reshape(2, 2, cp, cp)
+        self.longest = _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp)
 
     @cached_property
     def _moving(self) -> Floats:
