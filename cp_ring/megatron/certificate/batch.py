@@ -166,8 +166,8 @@ class Batch:
         """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
         sequence: float32 [b, n].
 
-        The weights of two neighbors, which are on one rank, add up to a whole number: loss functions
-        of Megatron's scripts cut off fractions of a rank's sum, with and without context
+        The weights of two neighbors, which are on one rank, add up to a whole number: loss
+        functions of Megatron's scripts cut off fractions of a rank's sum, with and without context
         parallelism.
         """
         last = torch.stack([rule.last for rule in self.rules])
