@@ -64,7 +64,8 @@ def run(job, folder):
             found.append(asdict(certificate) | entry)
         if os.environ["RANK"] == "0":
             write(found)
-        if before:  # a right job gets as far as its first step
+        # a right job gets as far as its first step; Megatron cannot make up conversations
+        if before or "--sft" in job["argv"]:
             finish()
         return found
 

@@ -50,7 +50,8 @@ class Backward(torch.autograd.Function):
 
 
 def failing_step(data_iterator, model):
-    if hasattr(small.get_args(), "curr_iteration"):  # not while the job is certified
+    # not while the job is certified, whose models for data are not wrapped
+    if hasattr(small.get_args(), "curr_iteration") and hasattr(model, "module"):
         calls.append(1)
     if len(calls) > 5:
         fail("forward")
