@@ -80,7 +80,7 @@ ROOMS = (
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 750, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 17_490, "cp_ring/megatron/certificate"),
-    room("patches", 10_000, 11_140, "patches"),
+    room("patches", 10_000, 10_620, "patches"),
     room("train", 3_500, 3_580, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_470, "cp_ring/tools/corpus.py"),

@@ -45,7 +45,7 @@ def _apply_and_revert(patch):
     name = patch.name
     before = [
         (owner, attribute, vars(owner).get(attribute, "absent"), new)
-        for owner, attribute, new in patch.replacements()
+        for owner, attribute, new in patch.changes()
     ]
     patch.apply()
     assert name in patches.applied() and patch.state() == "applied"
@@ -192,7 +192,7 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))
     monkeypatch.setattr(arguments, "validate_args", lambda args, *rest, **named: args)
     monkeypatch.setattr(resolve, "accept_complete", lambda args: args)
-    made = patches.get("arguments").replacements()
+    made = patches.get("arguments").changes()
     (check,) = [new for owner, name, new in made if (owner, name) == (arguments, "validate_args")]
     off = {"cp_ring_certify": "off", "mtp_num_layers": None, "num_experts": None}
     check(argparse.Namespace(**off | layers, cp_ring=True))
