@@ -1,6 +1,7 @@
 """Each patch does what it says, fails to be there without it, and is undone without a trace."""
 
 import argparse
+import inspect
 import os
 import pkgutil
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, parameters_of, signatures
 from tests.integrations.te_stand_in import installed
 from tests.patches.signatures import upstream
@@ -52,6 +54,11 @@ def _apply_and_revert(patch):
     patch.apply()  # a second time changes nothing more
     # specifications of tests may have put the same in this place
     assert all(vars(owner)[name] is not old or new is old for owner, name, old, new in before)
+    wrapped = {name.rpartition(".")[2] for name in patch.wraps}
+    for owner, attribute, old, _ in before:
+        if inspect.ismodule(owner) and attribute in wrapped:  # nobody calls the original
+            held = [vars(module).get(attribute) for module in loaded_modules("megatron")]
+            assert not any(each is old for each in held), attribute
     patch.revert()
     assert name not in patches.applied()
     for owner, attribute, old, _ in before:
