@@ -27,7 +27,10 @@ _OTHERS = {"patch", "install", "enable"}  # modules that hold no patch
 def patches_by_name() -> dict[str, Patch]:
     """Return all patches by name, in the order in which they are applied."""
     modules = {module.name for module in pkgutil.iter_modules(__path__)} - _OTHERS
-    patches = [importlib.import_module(f"{__name__}.{name}").PATCH for name in modules]
+    patches: list[Patch] = []
+    for name in modules:
+        patches.append(importlib.import_module(f"{__name__}.{name}").PATCH)
+        patches[-1].name = name
     return {patch.name: patch for patch in sorted(patches, key=lambda it: (it.order, it.name))}
 
 

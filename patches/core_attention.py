@@ -9,40 +9,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.wrapping import Function, around, replaced
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function, replaced
+from cp_ring.patches.patch import Patch
 from cp_ring.plan.mask import Mask
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.models.common.vision_module.vision_module import VisionModule
-    from megatron.core.transformer.attention import Attention
-    from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
-        AbsorbedMLASelfAttention,
-    )
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    for owner in (Attention, MultiLatentAttention):
-        yield owner, "__init__", _with_ring(owner.__init__)
-        yield owner, "forward", _on_its_group(owner.forward)
-    prediction = MultiTokenPredictionLayer
-    yield prediction, "__init__", _with_numbers(prediction.__init__)
-    adjust = Attention._adjust_key_value_for_inference
-    yield Attention, adjust.__name__, _with_cache(adjust)
-    yield VisionModule, "__init__", _of_whole_images(VisionModule.__init__)
-    yield TransformerConfig, "__post_init__", _with_any_type(TransformerConfig.__post_init__)
-    yield AbsorbedMLASelfAttention, "__init__", _with_all_gather(AbsorbedMLASelfAttention.__init__)
-
-
-@around
 def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build Megatron's sparse attention with all_gather, whatever type other layers use, because
     Megatron splits its tokens.
@@ -52,7 +28,6 @@ def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any
     constructor(self, *args, **kwargs)
 
 
-@around
 def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     from cp_ring.megatron.adapter.attention import number_predictions
 
@@ -60,7 +35,6 @@ def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -
     number_predictions(self)
 
 
-@around
 def _with_any_type(check: Function, config: Any) -> None:
     """Call the check with all_gather, which Megatron's sparse attention requires and gets, in place
     of the type of the other layers. Its own eager attention, which is replaced, requires it too.
@@ -73,7 +47,6 @@ def _with_any_type(check: Function, config: Any) -> None:
         check(config)
 
 
-@around
 def _with_ring(
     constructor: Function, self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -93,7 +66,6 @@ def _with_ring(
     self.core_attention.positions_by_group = True
 
 
-@around
 def _on_its_group(
     forward: Function, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
@@ -111,7 +83,6 @@ def _on_its_group(
         return forward(self, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-@around
 def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
     if context is not None and self.config.context_parallel_size > 1:
         raise ConfigError(
@@ -121,7 +92,6 @@ def _with_cache(adjust: Function, self: Any, context: Any, *args: Any, **kwargs:
     return adjust(self, context, *args, **kwargs)
 
 
-@around
 def _of_whole_images(
     constructor: Function, self: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -147,7 +117,24 @@ PATCH = Patch(
     why="one flag gives ring attention to every kind of model, without a layer specification for "
     "each; Megatron splits the rotary embeddings of packed documents over all "
     "context-parallel ranks",
-    replacements=_replacements,
+    wraps={
+        "megatron.core.transformer.attention.Attention.__init__": _with_ring,
+        "megatron.core.transformer.attention.Attention.forward": _on_its_group,
+        "megatron.core.transformer.attention."
+        "Attention._adjust_key_value_for_inference": _with_cache,
+        "megatron.core.transformer.multi_latent_attention."
+        "MultiLatentAttention.__init__": _with_ring,
+        "megatron.core.transformer.multi_latent_attention."
+        "MultiLatentAttention.forward": _on_its_group,
+        "megatron.core.transformer.multi_token_prediction."
+        "MultiTokenPredictionLayer.__init__": _with_numbers,
+        "megatron.core.models.common.vision_module.vision_module."
+        "VisionModule.__init__": _of_whole_images,
+        "megatron.core.transformer.transformer_config."
+        "TransformerConfig.__post_init__": _with_any_type,
+        "megatron.core.transformer.experimental_attention_variant.absorbed_mla."
+        "AbsorbedMLASelfAttention.__init__": _with_all_gather,
+    },
     enter=_collate_masks,
     leave=lambda: default_collate_fn_map.pop(Mask, None),
 )

@@ -8,29 +8,24 @@ it Megatron exits in the middle of its own output.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from cp_ring.errors import ConfigError
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.patches.patch import Patch
 
 
-def _replacements() -> Iterator[Replacement]:
+def _compile_where_possible(compile_helpers: Callable[[], None]) -> None:
     import megatron.core.datasets.utils as utils
 
-    compile_helpers = utils.compile_helpers
-
-    def compile_where_possible() -> None:
-        makefile = Path(utils.__file__).with_name("Makefile")
-        if makefile.is_file() and importlib.util.find_spec("pybind11"):
-            compile_helpers()
-        elif importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            raise ConfigError(
-                f"Megatron builds its index of data sets in {makefile.parent}, which needs the "
-                "package pybind11: pip install pybind11"
-            )
-
-    yield utils, "compile_helpers", compile_where_possible
+    makefile = Path(utils.__file__).with_name("Makefile")
+    if makefile.is_file() and importlib.util.find_spec("pybind11"):
+        compile_helpers()
+    elif importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        raise ConfigError(
+            f"Megatron builds its index of data sets in {makefile.parent}, which needs the "
+            "package pybind11: pip install pybind11"
+        )
 
 
 PATCH = Patch(
@@ -38,5 +33,5 @@ PATCH = Patch(
     why="the wheel has the built module but no makefile, a checkout needs pybind11, and Megatron "
     "exits at start-up when `make` fails",
     needed=lambda args, options: not args.program,
-    replacements=_replacements,
+    wraps={"megatron.core.datasets.utils.compile_helpers": _compile_where_possible},
 )

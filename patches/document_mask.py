@@ -6,14 +6,12 @@ and asks for rotary embeddings itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from cp_ring.megatron.wrapping import Function, arguments_of, around
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function, arguments_of
+from cp_ring.patches.patch import Patch
 
 
-@around
 def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     from cp_ring.megatron.adapter.documents import DocumentParams
     from cp_ring.megatron.adapter.rotary import positions_in_force, tokens_of
@@ -27,21 +25,14 @@ def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> 
         return make(**inputs)
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
-    yield (
-        MLASelfAttention,
-        "get_query_key_value_tensors",
-        _without_documents(MLASelfAttention.get_query_key_value_tensors),
-    )
-
-
 PATCH = Patch(
     what="lets multi-latent attention make its queries and keys in sbhd with "
     "--cp-ring-document-mask and --cp-ring-mask-kinds",
     why="multi-latent attention drops the batch dimension whenever it gets packed_seq_params, "
     "whatever their format",
     needed=lambda args, options: options.enabled and (options.document_mask or options.mask_kinds),
-    replacements=_replacements,
+    wraps={
+        "megatron.core.transformer.multi_latent_attention."
+        "MLASelfAttention.get_query_key_value_tensors": _without_documents,
+    },
 )

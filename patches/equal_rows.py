@@ -4,16 +4,12 @@ job ends with one line. Keeps the entries of a batch that have no token dimensio
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from cp_ring.megatron.wrapping import loaded_modules
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch
 
-_NAME = "get_batch_on_this_cp_rank"
 _TENSORS = ("tokens", "labels", "position_ids", "cu_seqlens")
 _OF_SPLIT = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
@@ -48,18 +44,13 @@ def split_equal_rows(
     return split(rest, is_hybrid_cp, cp_group=cp_group, **named) | kept
 
 
-def _replacements() -> Iterator[Replacement]:
-    import megatron.core.utils as utils
-
-    compared = functools.partial(split_equal_rows, getattr(utils, _NAME))
-    yield from replace_everywhere(loaded_modules("megatron."), _NAME, compared)
-
-
 PATCH = Patch(
     what="lets context-parallel ranks compare the rows of a script's batches before they split "
     "them",
     why="a loader that gives other rows to each rank trains on mixed halves, and nothing after "
     "the split can notice it",
-    replacements=_replacements,
+    wraps={
+        "megatron.core.utils.get_batch_on_this_cp_rank": split_equal_rows,
+    },
     order=2,  # around the split of packed_batches
 )

@@ -13,7 +13,6 @@ the tokens of one rank is divided here, and a line says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.compat import unwrapped
-from cp_ring.megatron.wrapping import Function, around
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function
+from cp_ring.patches.patch import Patch
 
 
-@around
 def _over_all_tokens(
     calc_loss: Function,
     model: Any,
@@ -122,19 +120,14 @@ def _sum_of_pair(value: Any, group: Any) -> Any:
     return value
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.pipeline_parallel import schedules
-
-    name = "forward_step_calc_loss"
-    yield schedules, name, _over_all_tokens(getattr(schedules, name))
-
-
 PATCH = Patch(
     what="takes the mean loss over the tokens of all context-parallel ranks, without "
     "--calculate-per-token-loss and in validation with --sft",
     why="Megatron averages the mean losses of these ranks, so a token weighs more if fewer tokens "
     "count on its rank",
     needed=lambda args, options: options.enabled and not options.stock_loss_average,
-    replacements=_replacements,
+    wraps={
+        "megatron.core.pipeline_parallel.schedules.forward_step_calc_loss": _over_all_tokens,
+    },
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/7513",
 )

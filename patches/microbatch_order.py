@@ -4,23 +4,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from typing import Any
 
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.patches.patch import Patch
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.training import get_args, training
+def _balanced(build: Any, *args: Any) -> Any:
+    from megatron.training import get_args
 
     from cp_ring.megatron.data.balanced_sampler import balanced_loader
 
-    build = training.build_pretraining_data_loader
-    yield (
-        training,
-        "build_pretraining_data_loader",
-        functools.partial(balanced_loader, build, get_args),
-    )
+    return balanced_loader(build, get_args, *args)
 
 
 PATCH = Patch(
@@ -28,5 +22,7 @@ PATCH = Patch(
     why="Megatron's samplers deal out batch rows in the order of the data set, and its data "
     "loaders take no other sampler",
     needed=lambda args, options: options.enabled and options.balance_microbatches,
-    replacements=_replacements,
+    wraps={
+        "megatron.training.training.build_pretraining_data_loader": _balanced,
+    },
 )

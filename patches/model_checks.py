@@ -8,47 +8,43 @@ first model is built.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed
 
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function
+from cp_ring.patches.patch import Patch
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.models.common.language_module.language_module import LanguageModule
+def _construct(
+    constructor: Function,
+    self: Any,
+    config: Any,
+    *args: Any,
+    pg_collection: Any = None,
+    **kwargs: Any,
+) -> None:
+    from cp_ring.megatron.adapter.documents import ALONE
+    from cp_ring.megatron.adapter.notes import note
+    from cp_ring.megatron.program import accept_model, certify_model
+    from cp_ring.megatron.settings import current
+    from cp_ring.patches.install import install_for_model
 
-    constructor = LanguageModule.__init__
-
-    @functools.wraps(constructor)
-    def construct(
-        self: Any, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any
-    ) -> None:
-        from cp_ring.megatron.adapter.documents import ALONE
-        from cp_ring.megatron.adapter.notes import note
-        from cp_ring.megatron.program import accept_model, certify_model
-        from cp_ring.megatron.settings import current
-        from cp_ring.patches.install import install_for_model
-
-        ranks, name = _ranks_of(pg_collection), type(self).__name__
-        alone = config.context_parallel_size == 1 < len(ranks)
-        if not alone:
-            accepted = accept_model(config)
-            install_for_model(accepted, current())
-            certify_model(accepted, name, own_group=ranks != _ranks_of(None))
-        constructor(self, config, *args, pg_collection=pg_collection, **kwargs)
-        if alone:
-            note(
-                f"{name}: its configuration has context_parallel_size 1, so each rank attends to "
-                "its own tokens"
-            )
-            # its rotary embeddings are also for its own tokens only
-            self.pg_collection = copy.copy(self.pg_collection)
-            self.pg_collection.cp = self.cp_group = ALONE
-
-    yield LanguageModule, "__init__", construct
+    ranks, name = _ranks_of(pg_collection), type(self).__name__
+    alone = config.context_parallel_size == 1 < len(ranks)
+    if not alone:
+        accepted = accept_model(config)
+        install_for_model(accepted, current())
+        certify_model(accepted, name, own_group=ranks != _ranks_of(None))
+    constructor(self, config, *args, pg_collection=pg_collection, **kwargs)
+    if alone:
+        note(
+            f"{name}: its configuration has context_parallel_size 1, so each rank attends to its "
+            "own tokens"
+        )
+        # its rotary embeddings are also for its own tokens only
+        self.pg_collection = copy.copy(self.pg_collection)
+        self.pg_collection.cp = self.cp_group = ALONE
 
 
 def _ranks_of(collection: Any) -> list[int]:
@@ -71,5 +67,8 @@ PATCH = Patch(
     why="programs that build their models themselves have no command line to check, and only the "
     "constructors of models are common to all of them",
     needed=lambda args, options: args.program,
-    replacements=_replacements,
+    wraps={
+        "megatron.core.models.common.language_module.language_module."
+        "LanguageModule.__init__": _construct
+    },
 )

@@ -9,15 +9,13 @@ shrinks as the context-parallel size grows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.megatron.compat import within
-from cp_ring.megatron.wrapping import Function, around
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function
+from cp_ring.patches.patch import Patch
 
 
-@around
 def _with_all_tokens(
     attach: Function,
     self: Any,
@@ -32,13 +30,6 @@ def _with_all_tokens(
     )
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    name = "attach_and_log_load_balancing_loss"
-    yield TopKRouter, name, _with_all_tokens(getattr(TopKRouter, name))
-
-
 def _unneeded() -> str:
     return "megatron-core counts the tokens of all ranks since 0.19" if within(">=0.19") else ""
 
@@ -49,6 +40,9 @@ PATCH = Patch(
     why="Megatron before 0.19 counts the tokens of one rank, so the weight of this loss shrinks "
     "as the context parallel size grows",
     needed=lambda args, options: options.enabled and args.num_experts,
-    replacements=_replacements,
+    wraps={
+        "megatron.core.transformer.moe.router."
+        "TopKRouter.attach_and_log_load_balancing_loss": _with_all_tokens,
+    },
     unneeded=_unneeded,
 )

@@ -21,8 +21,6 @@ def _replacements() -> Iterator[Replacement]:
         raise ImportError("multi-token prediction of Megatron's development branch is not known")
     modules = loaded_modules("megatron.core")
     yield from replace_everywhere(modules, "roll_tensor", next_tokens.roll_in_documents)
-    process = next_tokens.with_all_tokens(module.process_mtp_loss)
-    yield from replace_everywhere(modules, "process_mtp_loss", process)
 
 
 PATCH = Patch(
@@ -31,6 +29,10 @@ PATCH = Patch(
     why="Megatron's shift leaks across packed documents, and its loss scale depends on how tokens "
     "are split over ranks",
     needed=lambda args, options: options.enabled and args.mtp_num_layers,
+    wraps={
+        "megatron.core.transformer.multi_token_prediction."
+        "process_mtp_loss": "cp_ring.megatron.adapter.next_tokens.with_all_tokens"
+    },
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",
 )

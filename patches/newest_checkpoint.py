@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from cp_ring.patches.patch import Patch, Replacement
-
-
-def _replacements() -> Iterator[Replacement]:
-    from megatron.training import checkpointing
-
-    from cp_ring.megatron.newest_checkpoint import newest_whole
-
-    yield checkpointing, "read_metadata", newest_whole(checkpointing.read_metadata)
-
+from cp_ring.patches.patch import Patch
 
 PATCH = Patch(
     what="passes over a checkpoint that is not whole, in one line, when a job resumes",
     why="a kill during a save can leave an empty tracker, or a shard that is cut short, which no "
     "restart can load",
     needed=lambda args, options: args.load,
-    replacements=_replacements,
+    wraps={
+        "megatron.training."
+        "checkpointing.read_metadata": "cp_ring.megatron.newest_checkpoint.newest_whole",
+    },
 )

@@ -18,12 +18,12 @@ the graph; this patch disables gradients for the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function
+from cp_ring.patches.patch import Patch
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:
@@ -35,46 +35,43 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
 
 
-def _replacements() -> Iterator[Replacement]:
+def _is_torch_adam(self: Any) -> bool:
     import megatron.core.optimizer.distrib_optimizer as module
 
-    owner = module.DistributedOptimizer
-    state_dict, load_state_dict = owner.state_dict, owner.load_state_dict
-    set_states = owner._set_main_param_and_optimizer_states
+    return not module.HAVE_APEX_OR_TE and isinstance(
+        self.optimizer, torch.optim.Adam | torch.optim.AdamW
+    )
 
-    def is_torch_adam(self: Any) -> bool:
-        return not module.HAVE_APEX_OR_TE and isinstance(
-            self.optimizer, torch.optim.Adam | torch.optim.AdamW
-        )
 
-    def state_dict_of_any(self: Any) -> dict[str, Any]:
-        if is_torch_adam(self):
-            _fill(self.optimizer)
-        result: dict[str, Any] = state_dict(self)
-        return result
+def _state_dict_of_any(state_dict: Function, self: Any) -> Any:
+    if _is_torch_adam(self):
+        _fill(self.optimizer)
+    return state_dict(self)
 
-    def load_with_own_steps(self: Any, state: dict[str, Any]) -> None:
-        if is_torch_adam(self):
-            _fill(self.optimizer)
-        load_state_dict(self, state)
-        if is_torch_adam(self):
-            for values in self.optimizer.state.values():
-                values["step"] = values["step"].clone()
 
-    def set_states_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        if is_torch_adam(self):
-            # The parameter groups have set the step; a step among `tensors` would be the one before
-            # loading.
-            group, order = self.model_param_group_index_map[model_param]
-            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-            tensors = {**tensors, "step": state["step"].clone()}
-        with torch.no_grad():
-            set_states(self, model_param, tensors)
+def _load_with_own_steps(load_state_dict: Function, self: Any, state: dict[str, Any]) -> None:
+    if _is_torch_adam(self):
+        _fill(self.optimizer)
+    load_state_dict(self, state)
+    if _is_torch_adam(self):
+        for values in self.optimizer.state.values():
+            values["step"] = values["step"].clone()
 
-    yield owner, "state_dict", state_dict_of_any
-    yield owner, "load_state_dict", load_with_own_steps
-    yield owner, "_set_main_param_and_optimizer_states", set_states_with_step
 
+def _set_states_with_step(
+    set_states: Function, self: Any, model_param: Any, tensors: dict[str, Any]
+) -> None:
+    if _is_torch_adam(self):
+        # The parameter groups have set the step; a step among `tensors` would be the one before
+        # loading.
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        tensors = {**tensors, "step": state["step"].clone()}
+    with torch.no_grad():
+        set_states(self, model_param, tensors)
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 PATCH = Patch(
     what="lets the distributed optimizer load checkpoints into torch's Adam, with a step counter "
@@ -82,5 +79,9 @@ PATCH = Patch(
     why="without TransformerEngine and Apex, loading fails on Adam's `step`, or counts steps "
     "wrongly afterwards",
     needed=lambda args, options: True,
-    replacements=_replacements,
+    wraps={
+        f"{_OPTIMIZER}.state_dict": _state_dict_of_any,
+        f"{_OPTIMIZER}.load_state_dict": _load_with_own_steps,
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states": _set_states_with_step,
+    },
 )

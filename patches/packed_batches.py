@@ -8,7 +8,6 @@ from cp_ring's packer, because Megatron pads each conversation.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.flags.checks_documents import splits_packed
-from cp_ring.megatron.wrapping import loaded_modules
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch, Replacement
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -49,17 +47,10 @@ def split_packed(
 
 
 def _replacements() -> Iterator[Replacement]:
-
-    import megatron.core.utils as utils
     import megatron.training.datasets.sft_dataset as sft_dataset
 
     from cp_ring.megatron.data.sft import PackedWithOffsets
 
-    modules = loaded_modules("megatron.")
-    name = "get_batch_on_this_cp_rank"
-    yield from replace_everywhere(
-        modules, name, functools.partial(split_packed, getattr(utils, name))
-    )
     yield sft_dataset, "SFTDataset", PackedWithOffsets
 
 
@@ -69,5 +60,6 @@ PATCH = Patch(
     why="Megatron pads each document or leaves ranks with unequal work, and its batches have no "
     "hook for another split",
     needed=lambda args, options: options.enabled and splits_packed(args, options),
+    wraps={"megatron.core.utils.get_batch_on_this_cp_rank": split_packed},
     replacements=_replacements,
 )

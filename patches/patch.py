@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from cp_ring.errors import ConfigError, one_line
 from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import Function, around, loaded_modules, replaced
 from cp_ring.runtime import RUNTIME
 
 Replacement = tuple[Any, str, Any]  # owner, attribute, new value
@@ -31,11 +31,13 @@ class Patch:
     """A change to an installed package, made while the program runs.
 
     Attributes:
-        name: the default is the name of the module that defines `replacements`.
         what: the changed behavior, in one line.
         why: the reason, in one line.
-        replacements: yields (owner, attribute, new value), and changes nothing itself. The owner
-            must have the attribute.
+        wraps: hooks `hook(original, ...)`, or their names, by the name of the function or method
+            whose calls they get, as in `package.module.Class.method`.
+        replacements: yields other changes (owner, attribute, new value), and changes nothing
+            itself. The owner must have the attribute.
+        name: that of the module, which `patches_by_name` sets.
         upstream: address of the upstream issue or pull request, or "".
         unneeded: returns why this installation needs no change, so that `apply` does nothing, or ""
             if it needs one.
@@ -48,7 +50,8 @@ class Patch:
 
     what: str
     why: str
-    replacements: Callable[[], Iterable[Replacement]]
+    wraps: Mapping[str, Function | str] = field(default_factory=dict)
+    replacements: Callable[[], Iterable[Replacement]] = lambda: ()
     name: str = ""
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
@@ -59,8 +62,18 @@ class Patch:
     applied: bool = field(default=False, init=False)
     _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
-    def __post_init__(self) -> None:
-        self.name = self.name or self.replacements.__module__.rpartition(".")[2]
+    def changes(self) -> list[Replacement]:
+        """Return (owner, attribute, new value) of everything that `apply` sets."""
+        found = [*self.replacements()]
+        for name, hook in self.wraps.items():
+            place, _, attribute = name.rpartition(".")
+            owner = pkgutil.resolve_name(place)
+            hook = pkgutil.resolve_name(hook) if isinstance(hook, str) else hook
+            original = getattr(owner, attribute)
+            found.append((owner, attribute, around(hook)(original)))
+            if inspect.ismodule(owner):
+                found += held_elsewhere(owner, attribute, found[-1][2])
+        return found
 
     def apply(self) -> None:
         """Make every replacement, or none. Does nothing if the patch is already applied or
@@ -72,7 +85,7 @@ class Patch:
             return
         if problem := self.rejection():
             raise ConfigError(problem)
-        self._undo.enter_context(replaced(*self.replacements()))
+        self._undo.enter_context(replaced(*self.changes()))
         self.applied = True
         self.enter()
 
@@ -91,7 +104,7 @@ class Patch:
             problem = next(
                 (
                     f"{owner} has no {name}"
-                    for owner, name, _ in self.replacements()
+                    for owner, name, _ in self.changes()
                     if not hasattr(owner, name)
                 ),
                 "",
@@ -154,3 +167,12 @@ def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Re
     import name` holds its own reference.
     """
     return [(module, name, value) for module in modules if hasattr(module, name)]
+
+
+def held_elsewhere(owner: Any, name: str, value: Any) -> list[Replacement]:
+    """Return replacements of a function of the module `owner` in all other modules of Megatron that
+    hold it, because one that ran `from x import name` has its own reference.
+    """
+    held = getattr(owner, name)
+    modules = (x for x in loaded_modules("megatron") if x is not owner)
+    return [(module, name, value) for module in modules if vars(module).get(name) is held]

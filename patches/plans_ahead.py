@@ -11,7 +11,6 @@ from cp_ring.megatron.wrapping import around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement
 
 
-@around
 def _planning(build: Callable[..., Any], *args: Any, **named: Any) -> Any:
     from torch.utils.data import DataLoader
 
@@ -41,8 +40,6 @@ def _replacements() -> Iterator[Replacement]:
     from megatron.core import utils
     from megatron.training import training
 
-    name = "build_pretraining_data_loader"
-    yield training, name, _planning(getattr(training, name))
     name = "get_batch_on_this_tp_rank"
     for module in dict.fromkeys([utils, training, *loaded_modules("megatron.")]):
         if hasattr(module, name):
@@ -59,6 +56,7 @@ PATCH = Patch(
         and args.cp > 1
         and (options.document_mask or args.sft or args.dataloader_inter_document_masking)
     ),
+    wraps={"megatron.training.training.build_pretraining_data_loader": _planning},
     replacements=_replacements,
     order=2,
 )

@@ -16,7 +16,7 @@ import torch
 
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.plans import layout_of
-from cp_ring.megatron.wrapping import Function, arguments_of, around, loaded_modules
+from cp_ring.megatron.wrapping import Function, arguments_of, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
 
 _NAME = "get_pos_emb_on_this_cp_rank"
@@ -35,7 +35,6 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
     return layout.shard(pos_emb, cp_group.rank(), seq_dim)
 
 
-@around
 def _of_model(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a method of a model that asks for rotary embeddings and has the argument
     `packed_seq_params`.
@@ -52,8 +51,6 @@ def _replacements() -> Iterator[Replacement]:
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
     )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from cp_ring.megatron.adapter.rotary import selecting
 
@@ -66,8 +63,6 @@ def _replacements() -> Iterator[Replacement]:
         yield owner, "forward", selecting(owner.forward)
     multimodal = rotary_pos_embedding.MultimodalRotaryEmbedding
     yield multimodal, "forward", selecting(multimodal.forward, by_place=True)
-    yield GPTModel, "_preprocess", _of_model(GPTModel._preprocess)
-    yield HybridModel, "forward", _of_model(HybridModel.forward)
 
 
 PATCH = Patch(
@@ -77,5 +72,9 @@ PATCH = Patch(
     needed=lambda args, options: (
         options.enabled and (options.mask_kinds or not options.named_layout.stock)
     ),
+    wraps={
+        "megatron.core.models.gpt.GPTModel._preprocess": _of_model,
+        "megatron.core.models.hybrid.hybrid_model.HybridModel.forward": _of_model,
+    },
     replacements=_replacements,
 )

@@ -8,15 +8,13 @@ keeps one zigzag part of these embeddings, and then treats the part as the embed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.wrapping import Function, arguments_of, around, replaced
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function, arguments_of, replaced
+from cp_ring.patches.patch import Patch
 
 
-@around
 def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the method of a model that asks for rotary embeddings: embeddings of packed
     positions with sections stay whole instead of being split over ranks.
@@ -36,15 +34,11 @@ def _with_whole_embeddings(preprocess: Function, self: Any, *args: Any, **kwargs
         return preprocess(self, *args, **kwargs)
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.models.gpt import GPTModel
-
-    yield GPTModel, "_preprocess", _with_whole_embeddings(GPTModel._preprocess)
-
-
 PATCH = Patch(
     what="corrects the rotary embeddings of packed documents with --position-embedding-type mrope",
     why="Megatron splits the embeddings over ranks before it selects those of each document, so "
     "the positions are wrong without a warning",
-    replacements=_replacements,
+    wraps={
+        "megatron.core.models.gpt.GPTModel._preprocess": _with_whole_embeddings,
+    },
 )

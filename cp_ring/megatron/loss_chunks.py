@@ -82,7 +82,6 @@ def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits
     return torch.cat([losses(*chunk) for chunk in logits.chunks(labels)], 2).flatten(1)
 
 
-@around
 def counted_in_chunks(
     count: Callable[..., Any], logits: Any, labels: Tensor, mask: Tensor, *rest: Any
 ) -> Any:
@@ -97,7 +96,6 @@ def counted_in_chunks(
     return tuple(sum(each) for each in zip(*counts, strict=True))
 
 
-@around
 def in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the method of a model that computes its loss from labels."""
     known = arguments_of(function, self, *args, **kwargs)

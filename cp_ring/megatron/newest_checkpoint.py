@@ -18,12 +18,11 @@ import torch.distributed as dist
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-@around
 def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
     """Replace Megatron's `read_metadata` of a tracker file: return the iteration of the newest
     whole checkpoint, and whether it is a release.

@@ -39,7 +39,7 @@ def _report(title: str, results: list[dict[str, Any]], as_json: bool) -> None:
 
     def show() -> None:
         show_table(title, results[0], (row.values() for row in results))
-        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        versions = ", ".join(map(" ".join, about["versions"].items()))
         typer.echo(f"{about['date']}; {about['machine']}, load {about['load']}; {versions}")
 
     emit({**about, "rows": results}, as_json, show)

@@ -338,7 +338,7 @@ def _print_compared(facts: dict[str, Any]) -> None:
     best = compared[0]
     typer.echo(
         f"flags: --cp-ring-layout {best['layout']} --cp-ring-heads {best['head_parallel']}; "
-        f"--cp-ring alone is zigzag"
+        "--cp-ring alone is zigzag"
     )
 
 

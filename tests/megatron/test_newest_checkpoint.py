@@ -46,7 +46,7 @@ def saves(tmp_path, monkeypatch):
 
 
 def read(folder, stock=lambda tracker: (60, False)):
-    return newest_whole(stock)(str(folder / TRACKER))
+    return newest_whole(stock, str(folder / TRACKER))
 
 
 def cut(path, kept):

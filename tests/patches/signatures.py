@@ -19,7 +19,7 @@ TABLE = Path(module.__file__).with_name("signatures.json")
 def upstream(patch):
     """The functions of Megatron that a patch replaces, as `module:name`."""
     found = set()
-    for owner, name, new in patch.replacements():
+    for owner, name, new in patch.changes():
         old = getattr(owner, name)
         if old is new:  # tests/parity/specs.py has replaced it
             continue

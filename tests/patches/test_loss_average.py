@@ -2,6 +2,7 @@
 bits are those of stock Megatron.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,7 @@ def calc_loss(group, mask, stock=False, by_token=False, mean=""):
         context_parallel_size=cp, calculate_per_token_loss=by_token, timers=None
     )
     model = SimpleNamespace(module=SimpleNamespace(pg_collection=SimpleNamespace(cp=group)))
-    patched = loss_average._over_all_tokens(schedules.forward_step_calc_loss)
+    patched = partial(loss_average._over_all_tokens, schedules.forward_step_calc_loss)
     call = schedules.forward_step_calc_loss if stock else patched
     reports = []
     loss, count = call(

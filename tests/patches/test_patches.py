@@ -1,6 +1,7 @@
 """Each patch does what it says, fails to be there without it, and is undone without a trace."""
 
 import argparse
+import inspect
 import os
 import pkgutil
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
+from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, parameters_of, signatures
 from tests.integrations.te_stand_in import installed
 from tests.patches.signatures import upstream
@@ -45,13 +47,18 @@ def _apply_and_revert(patch):
     name = patch.name
     before = [
         (owner, attribute, vars(owner).get(attribute, "absent"), new)
-        for owner, attribute, new in patch.replacements()
+        for owner, attribute, new in patch.changes()
     ]
     patch.apply()
     assert name in patches.applied() and patch.state() == "applied"
     patch.apply()  # a second time changes nothing more
     # specifications of tests may have put the same in this place
     assert all(vars(owner)[name] is not old or new is old for owner, name, old, new in before)
+    wrapped = {name.rpartition(".")[2] for name in patch.wraps}
+    for owner, attribute, old, _ in before:
+        if inspect.ismodule(owner) and attribute in wrapped:  # nobody calls the original
+            held = [vars(module).get(attribute) for module in loaded_modules("megatron")]
+            assert not any(each is old for each in held), attribute
     patch.revert()
     assert name not in patches.applied()
     for owner, attribute, old, _ in before:
@@ -192,7 +199,7 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))
     monkeypatch.setattr(arguments, "validate_args", lambda args, *rest, **named: args)
     monkeypatch.setattr(resolve, "accept_complete", lambda args: args)
-    made = patches.get("arguments").replacements()
+    made = patches.get("arguments").changes()
     (check,) = [new for owner, name, new in made if (owner, name) == (arguments, "validate_args")]
     off = {"cp_ring_certify": "off", "mtp_num_layers": None, "num_experts": None}
     check(argparse.Namespace(**off | layers, cp_ring=True))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import documents_of, group_of_microbatch
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function
 from cp_ring.sharding import unshard
 
 
@@ -76,7 +76,6 @@ def roll_in_documents(
     return mine / least, total / least
 
 
-@around
 def with_all_tokens(process: Function, *args: Any, cp_group: Any = None, **kwargs: Any) -> Any:
     """Wrap `process_mtp_loss`: its two token counts, before and after the roll, become the counts
     of all ranks together.
