@@ -146,7 +146,7 @@ def ring_attention(
         asked = PlanOptions(*of_plan, plan)
     of_tensors = expect("qkv_format", qkv_format, str)
     if of_tensors in _DIMENSIONS:
-        q, k, v = (_viewed(name, x, of_tensors) for name, x in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (_viewed(name, x, of_tensors) for name, x in zip("qkv", (q, k, v), strict=True))
         qkv_format = "bshd"
     latents = None
     if isinstance(k, LatentKeys):
@@ -173,7 +173,7 @@ def ring_attention(
     if of_tensors == "bhsd":
         out = out.transpose(1, 2)
     elif of_tensors == "thd":
-        out, lse = out[0], None if lse is None else lse[0]
+        out, lse = out.squeeze(0), lse if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 

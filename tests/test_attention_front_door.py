@@ -90,6 +90,13 @@ def test_same_bits_as_with_a_plan(pool, cp, qkv_format, name):
         assert same_bits(without, planned)
 
 
+def test_backward_of_packed_tokens_holds_no_copy_of_dout():
+    """That of an index would fill a tensor with zeros and write dout into it."""
+    q = torch.randn(24, 2, 8, requires_grad=True)
+    for x in ring_attention(q, q, q, qkv_format="thd", return_lse=True):
+        assert x.grad_fn.name().startswith("SqueezeBackward")
+
+
 def test_a_plan_is_made_and_proven_once(monkeypatch):
     made, plain = [], Plan.verify
     monkeypatch.setattr(Plan, "verify", lambda plan, *args: made.append(plan) or plain(plan, *args))

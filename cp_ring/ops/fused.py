@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,43 +28,56 @@ class FusedFunction:
 
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name
-        self._function: Callable[..., Any] | None = None
-        self._rejected = False
+        self._function: Callable[..., Any] = torch.add  # until it is imported
+        self._runs: bool | None = None
         self._first = threading.Lock()
 
     def run(self, *args: Any) -> bool:
         """Run the function and return True. If it cannot run here, return False and log the reason
         once.
         """
-        if self._function is None and not self._rejected:
+        if self._runs is None:
             with self._first:  # the ranks of a `LocalRing` are threads, and one of them compiles
-                if self._function is None and not self._rejected:
-                    return self._tried(*args)
-        if self._function is not None:
+                if self._runs is None:
+                    self._runs = self._tried(*args)
+                    return self._runs
+        if self._runs:
             self._function(*args)
-        return self._function is not None
+        return self._runs
 
     def _tried(self, *args: Any) -> bool:
         """Import the function and run it for the first time."""
         try:
-            function = getattr(importlib.import_module(self._module), self._name)
+            self._function = getattr(importlib.import_module(self._module), self._name)
         except ImportError:
-            self._rejected = True
             return False
         try:
-            function(*args)
-        except (torch.AcceleratorError, torch.OutOfMemoryError, MemoryError):
-            raise  # a fault of the GPU or the host, not of Triton
-        # Triton, its driver and the compiler raise exceptions of many types
+            self._function(*args)
         except Exception as error:
             reason = one_line(error)[:200]
-            if "out of memory" in reason.lower():  # the driver's, as Triton words it
+            # the driver's lack of memory, as Triton words it, is no fault of Triton
+            if not _of_triton(error) or "out of memory" in reason.lower():
                 raise
-            self._rejected = True
             _say(reason)
             return False
-        self._function = function
         return True
+
+
+def _of_triton(error: Exception) -> bool:
+    """Return True if Triton raised an error of its own, or could not find or run its driver or a
+    compiler; False for wrong arguments, faults of the GPU, and errors of our own code.
+    """
+    if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
+        return False
+    if type(error).__module__.startswith("triton."):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    inside = any(str(frame.f_globals.get("__name__")).startswith("triton.") for frame, _ in frames)
+    return inside and isinstance(error, _OF_ITS_TOOLS)
+
+
+_OF_ITS_TOOLS = AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError
+"""What Triton raises where a compiler, its cache or the driver is missing."""
 
 
 @RUNTIME.cache()

@@ -23,12 +23,19 @@ def function(monkeypatch):
     module = types.ModuleType("tests_fused_module")
     module.raises, module.launches = None, 0
 
+    # a function of Triton's by its module, which raises what is set
+    triton = {"__name__": "triton.runtime.build", "module": module}
+    exec("def launch():\n    if module.raises:\n        raise module.raises", triton)
+
     def run(*args):
         module.launches += 1
+        (triton["launch"] if module.inside else module.fail)()
+
+    def fail():
         if module.raises:
             raise module.raises
 
-    module.run = run
+    module.run, module.fail, module.inside = run, fail, True
     monkeypatch.setitem(sys.modules, "tests_fused_module", module)
     return FusedFunction("tests_fused_module", "run"), module
 
@@ -47,6 +54,26 @@ def test_without_compiler_torch_operations_run_and_it_is_said_once(function, cap
         "Triton cannot compile (Failed to find C compiler. Please specify via CC environment "
         "variable.): merges and sums of gradients use torch operations, which are slower"
     ]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, KeyError, AssertionError])
+def test_only_what_triton_lacks_is_a_reason_for_torch_operations(function, inside, error):
+    """Errors of our own code, and wrong arguments of Triton's, are bugs."""
+    first, module = function
+    module.raises, module.inside = error("a bug"), inside
+    if inside and error in (RuntimeError, AssertionError):
+        assert not first.run()
+    else:
+        with pytest.raises(error):
+            first.run()
+
+
+def test_an_error_that_triton_names_is_its_own(function):
+    errors = pytest.importorskip("triton.compiler.errors")
+    first, module = function
+    module.raises, module.inside = errors.CompilationError("", None, "no such type"), False
+    assert not first.run()
 
 
 def test_faults_of_the_device_are_errors(function):
