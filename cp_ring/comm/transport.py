@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -147,7 +147,7 @@ class GroupTransport:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._agreement = agreement_of(group)
-        self.agree = self._agreement.check
+        self.agree, self.check_batch = self._agreement.check, comparison_of(group).check
         self.blocks = self._tags = backend_of(group, device) == "gloo"  # NCCL has no tags
 
     @property
@@ -157,10 +157,6 @@ class GroupTransport:
         if group is None:
             raise PlanError("the process group of this call was destroyed")
         return group
-
-    def check_batch(self, tensors: Mapping[str, Tensor], every: int) -> None:
-        """Compare the tensors of a microbatch; see `BatchComparison.check`."""
-        comparison_of(self.group).check(tensors, every)
 
     def post(self, batch: MessageBatch) -> Pending:
         receives, sends = messages(batch.receives), messages(batch.sends)

@@ -47,13 +47,11 @@ class MixerSizes:
         """Return the predicted seconds of forward's scan over `tokens` tokens."""
         return 4 * tokens * self.heads * self.k * (self.v + self.k) * _SCANS / rates.products
 
-    def seconds(
-        self, tokens: int, cp: int, node: int, rates: Rates | None = None
-    ) -> tuple[float, float]:
+    def seconds(self, tokens: int, cp: int, node: int) -> tuple[float, float]:
         """Return the predicted seconds, beside the scan itself, in forward and backward: with
         heads, and with states in the zigzag layout. `node` ranks share a node.
         """
-        rates = rates or running()
+        rates = running()
         rate = rates.inside if cp <= node else rates.between
         rounds = (2 * cp - 2).bit_length() + 1
         heads = self.exchange_bytes(tokens, cp) / rate + 2 * rates.call

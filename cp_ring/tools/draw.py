@@ -42,8 +42,7 @@ def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
     Raises `PlanError` where matplotlib does not know the ending, or the file cannot be written.
     """
     plan, report = whole.ring, whole.verify()
-    given = given or Conditions()
-    time, rates = whole.time(given), given.rates
+    time, rates = whole.time(given), (given or Conditions()).rates
     assumed = (
         f"{rates.forward / 1e12:g} TFLOP/s a rank, {rates.inside / 1e9:g} GB/s inside a node, "
         f"{rates.between / 1e9:g} GB/s between nodes"

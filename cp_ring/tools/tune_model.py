@@ -394,7 +394,7 @@ def _recurrent(setup: TrainingSetup, sizes: ParallelSizes, tokens: int) -> tuple
     near = setup.ranks_per_node // sizes.tp or 1
     for each, count in setup.model.recurrent:
         mixer = each.of_rank(sizes.tp)
-        heads, states = mixer.seconds(tokens, sizes.cp, near, setup.rates)
+        heads, states = mixer.seconds(tokens, sizes.cp, near)
         ways = {"heads": heads, "states": states}
         shared = (
             states if mixer.units % sizes.cp else ways.get(setup.model.shared, min(heads, states))

@@ -28,8 +28,12 @@ def with_choice(
     which fits one ring size only.
     """
     latent = getattr(config, "multi_latent_attention", False) and settings.wire != "plain"
-    named = isinstance(parse(settings.schedule), str)
-    if settings.heads != "auto" or kind not in (None, "p2p") or latent or not named:
+    if (
+        settings.heads != "auto"
+        or kind not in (None, "p2p")
+        or latent
+        or not isinstance(parse(settings.schedule), str)
+    ):
         return spec
     cp = group.size()
     near = node_size(dist.get_process_group_ranks(group), ranks_per_node()) if cp > 1 else 1
@@ -47,5 +51,4 @@ def every_choice(spec: PlanSpec, cp: int) -> list[PlanSpec]:
     """Return every plan specification that `spec` may become over `cp` ranks, for any mask."""
     if spec.choice is None:
         return [spec]
-    numbers = spec.choice.heads_to_try(cp)
-    return [replace(spec, ulysses=heads, choice=None) for heads in numbers]
+    return [replace(spec, ulysses=heads, choice=None) for heads in spec.choice.heads_to_try(cp)]

@@ -61,7 +61,7 @@ class PlannedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number, self.attn_mask_type = max(1, layer_number), attn_mask_type
-        self.ring = in_force() if ring is None else ring
+        self.ring = ring or in_force()
         cp = getattr(config, "context_parallel_size", 1)
         self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
         if self.cp_group.size() != cp:

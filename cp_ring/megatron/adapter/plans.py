@@ -53,5 +53,5 @@ def make_plan(
 
     Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
     """
-    made = _MASKS[mask](n, window=window)
-    return plan(made, cp, replace(spec, layout=layout_of(split, n, cp)))
+    spec = replace(spec, layout=layout_of(split, n, cp))
+    return plan(_MASKS[mask](n, window=window), cp, spec)
