@@ -169,16 +169,20 @@ class Attention:
         self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         compared = {name: x for name, x in vars(options).items() if name not in _OF_A_RANK}
         self._facts = compared | {
-            "dtype": q.dtype, "batch": b, "query heads": q.shape[2], "key/value heads": k.shape[2],
+            "dtype": q.dtype,
+            "batch": b,
+            "query heads": q.shape[2],
+            "key/value heads": k.shape[2],
             "head size": q.shape[3],
             "head size of values": v.shape[3],
             "softmax_scale": self._ring.scale,
-            "wire": Plain.name if alone else options.wire, "wire_dtype": self._ring.wire_dtype,
+            "wire": Plain.name if alone else options.wire,
+            "wire_dtype": self._ring.wire_dtype,
             # with heads exchanged, lse is one more tensor of the messages
             "return_lse": options.lse and rank_plan.exchange is not None,
             "sink": sink is not None,
             "sizes of latents": latents.sizes if latents and self._latents else (),
-        }  # fmt: skip
+        }
         self._key = rank_plan.digest, *self._facts.values()
 
     def __call__(self, inputs: Inputs, kept: KeptOutput | None = None) -> Output:

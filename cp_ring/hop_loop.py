@@ -101,10 +101,15 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, call: RingCall, taken: tuple[Tensor, Tensor] | None,
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
+        ctx,
+        call: RingCall,
+        taken: tuple[Tensor, Tensor] | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
         *inputs: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
         q = q.contiguous()

@@ -20,8 +20,13 @@ from cp_ring.patches.install import install, log_steps
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
 _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
-_OF_SCRIPT = ("--fim-", "--logits-load-", "--per-dataset-sequences-path", "--check-for-spiky-loss",
-              "--hybrid-context-parallel")  # fmt: skip
+_OF_SCRIPT = (
+    "--fim-",
+    "--logits-load-",
+    "--per-dataset-sequences-path",
+    "--check-for-spiky-loss",
+    "--hybrid-context-parallel",
+)
 """How flags begin that Megatron's `pretrain_gpt.py` reads and this module does not."""
 
 

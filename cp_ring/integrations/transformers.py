@@ -48,9 +48,16 @@ COUNTED = "cp_ring_counted"
 """
 
 _OPTIONS = (
-    "route", "schedule", "heads", "deterministic", "kernel", "num_slots", "wire", "wire_dtype",
+    "route",
+    "schedule",
+    "heads",
+    "deterministic",
+    "kernel",
+    "num_slots",
+    "wire",
+    "wire_dtype",
     "timeout",
-)  # fmt: skip
+)
 """Keywords of `ring_attention` that neither the layers of a model nor `shard_batch` settle."""
 
 _NOT_OF_TRAINER = ("neftune_noise_alpha", "use_liger_kernel", "parallelism_config", "deepspeed")
@@ -329,10 +336,17 @@ def _tokens_of(batch: Any) -> Tensor:
 
 
 _OF_THE_ROW = {
-    "attention_mask", "num_items_in_batch", "use_cache", "return_dict",
+    "attention_mask",
+    "num_items_in_batch",
+    "use_cache",
+    "return_dict",
     # made from the positions
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-}  # fmt: skip
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+}
 
 
 def _check_padding(mask: Tensor | None) -> None:

@@ -35,15 +35,31 @@ _BACKWARD = ("dout", "q", "k", "v", "out", "softmax_lse", "lse", "deterministic"
 _ABSENT: dict[str, Any] = {"softcap": 0.0}
 _ABSENT |= dict.fromkeys(
     (
-        "k_new", "v_new", "qv", "out", "out_", "cu_seqlens_q", "cu_seqlens_k",
+        "k_new",
+        "v_new",
+        "qv",
+        "out",
+        "out_",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
         "cu_seqlens_k_new",
-        "seqused_q", "seqused_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k",
+        "seqused_q",
+        "seqused_k",
+        "sequed_q",
+        "sequed_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
         "page_table",
         "kv_batch_idx",
-        "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale",
+        "leftpad_k",
+        "rotary_cos",
+        "rotary_sin",
+        "seqlens_rotary",
+        "q_descale",
+        "k_descale",
         "v_descale",
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +80,11 @@ def arguments(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     """
     bound = bind("flash", function, values, _ABSENT)
     for wanted in (
-        {"softmax_scale"}, {"causal", "is_causal"}, {"window_size", "window_size_left"},
+        {"softmax_scale"},
+        {"causal", "is_causal"},
+        {"window_size", "window_size_left"},
         {"cu_seqlens_q"},
-    ):  # fmt: skip
+    ):
         if wanted & values.keys() and not wanted & bound.keys():
             raise KernelError(
                 f"kernel='flash': {name_of(function)} of the installed version has no "
@@ -202,9 +220,13 @@ def _options(window: Window) -> dict[str, Any]:
     causal = (left, right) == (-1, 0)
     right = -1 if causal else right
     options = {
-        "softmax_scale": scale, "causal": causal, "is_causal": causal,
-        "window_size": (left, right), "window_size_left": left, "window_size_right": right,
-    }  # fmt: skip
+        "softmax_scale": scale,
+        "causal": causal,
+        "is_causal": causal,
+        "window_size": (left, right),
+        "window_size_left": left,
+        "window_size_right": right,
+    }
     if packing:
         options |= {"cu_seqlens_q": packing.cu_q, "cu_seqlens_k": packing.cu_k}
         options |= {"max_seqlen_q": packing.max_q, "max_seqlen_k": packing.max_k}

@@ -262,16 +262,22 @@ class TransformerEngineKernel:
         if backend is None:
             raise KernelError(f"kernel='transformer_engine': no fused backend for {call._asdict()}")
         values = {
-            "max_seqlen_q": call.queries, "max_seqlen_kv": call.keys, "fake_dtype": call.dtype,
-            "fused_attention_backend": backend, "attn_scale": scale, "dropout": 0.0,
+            "max_seqlen_q": call.queries,
+            "max_seqlen_kv": call.keys,
+            "fake_dtype": call.dtype,
+            "fused_attention_backend": backend,
+            "attn_scale": scale,
+            "dropout": 0.0,
             "qkv_layout": call.qkv_layout,
             "dqkv_layout": call.qkv_layout,
             "o_format": call.layout,
-            "do_format": call.layout, "attn_bias_type": "no_bias", "attn_mask_type": call.mask,
-            "softmax_type":
-            "vanilla",
-            "window_size": call.window, "bottom_right_diagonal": False,
-        }  # fmt: skip
+            "do_format": call.layout,
+            "attn_bias_type": "no_bias",
+            "attn_mask_type": call.mask,
+            "softmax_type": "vanilla",
+            "window_size": call.window,
+            "bottom_right_diagonal": False,
+        }
         forward = values | {
             "is_training": True,
             "return_max_logit": call.max_logit,

@@ -37,6 +37,7 @@ from cp_ring.plan.schedule import (
     ring_distance,
 )
 from cp_ring.plan.shard_tiles import shard_tiles
+from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import Conditions, Traffic
 
@@ -169,7 +170,8 @@ def tables_of(
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
-        shards, given = layout.tokens_per_rank, Conditions().dividing(heads)
+        # one table of rates, so that memory and messages are the same on every device
+        shards, given = layout.tokens_per_rank, Conditions(rates=RATES).dividing(heads)
         traffic = Traffic(tiles, tiles.area(), rank, far, shards, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:

@@ -56,9 +56,10 @@ class DataConfig(Settings):
     """
 
     path: str = setting(
-        "", "A folder of texts or a .jsonl file; default: Python's standard library.",
+        "",
+        "A folder of texts or a .jsonl file; default: Python's standard library.",
         convert=_at_home,
-    )  # fmt: skip
+    )
     vocab_size: int = setting(
         4096, "Vocabulary size of the BPE tokenizer that is trained on the data.", least=300
     )

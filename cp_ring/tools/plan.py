@@ -36,7 +36,7 @@ from cp_ring.tools.terminal import (
     emit,
     parse_tokens,
     show_table,
-)  # fmt: skip
+)
 
 MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
 MIB = 1 << 20
@@ -93,10 +93,13 @@ def plan_command(
     if overrides and not job:
         raise ConfigError(f"--set {overrides[0]} changes a job: name one")
     given = {
-        "cp": cp, "n": seq_length, "window": window, "ranks_per_node": ranks_per_node,
+        "cp": cp,
+        "n": seq_length,
+        "window": window,
+        "ranks_per_node": ranks_per_node,
         "sizes": _changed(asked.sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
         "spec": _changed(asked.spec, layout=layout, route=route, ulysses=head_parallel),
-    }  # fmt: skip
+    }
     asked = _changed(asked, **given)
     if not asked.cp:
         raise PlanError("--cp: give the context-parallel ranks, or a JOB")

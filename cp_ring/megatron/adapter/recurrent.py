@@ -190,10 +190,16 @@ def _mamba_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
         named["state_dtype"] = layer.mamba_training_ssm_states_dtype
     if passing.numbers is not None and layer.use_mem_eff_path:
         whole = mamba_mixer.mamba_split_conv1d_scan_combined(
-            x[None], own.get_conv1d_weight().squeeze(1), own.get_conv1d_bias(), *rates, **named,
-            seq_idx=passing.numbers[None], headdim=None if layer.D_has_hdim else layer.headdim,
-            ngroups=own.ngroups_local_tpcp, norm_before_gate=False,
-        )  # fmt: skip
+            x[None],
+            own.get_conv1d_weight().squeeze(1),
+            own.get_conv1d_bias(),
+            *rates,
+            **named,
+            seq_idx=passing.numbers[None],
+            headdim=None if layer.D_has_hdim else layer.headdim,
+            ngroups=own.ngroups_local_tpcp,
+            norm_before_gate=False,
+        )
         return whole.squeeze(0)
     z, x, dt = x.split([inner, inner + 2 * groups, own.nheads_local_tpcp], 1)
     x = _convolved_like_mamba(layer, x, passing, mamba_mixer.causal_conv1d_fn)

@@ -108,11 +108,22 @@ def find_layer_kinds(
         )
         kinds += [
             LayerKind(
-                tuple(numbers if layers else ()), mask, window, probed, scale, sink, heads, groups,
-                d, e, tokens, 1 if mask == "packed" else batch_size, comm_type,
+                tuple(numbers if layers else ()),
+                mask,
+                window,
+                probed,
+                scale,
+                sink,
+                heads,
+                groups,
+                d,
+                e,
+                tokens,
+                1 if mask == "packed" else batch_size,
+                comm_type,
             )
             for mask in masks
-        ]  # fmt: skip
+        ]
     return kinds
 
 

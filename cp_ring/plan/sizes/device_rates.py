@@ -63,13 +63,13 @@ NAMED = _read()
 """
 
 RATES = NAMED["cpu"]
-"""The rates of ranks without a GPU."""
+"""The rates of ranks without a GPU, by which hops are chosen everywhere."""
 
 _running = RUNTIME.cell(RATES)
 
 
 def running() -> Rates:
-    """Return the rates of the device that runs, by which layouts, schedules and heads are chosen:
+    """Return the rates of the device that runs, by which layouts and heads are chosen:
     `RATES` until `use` names another.
     """
     return _running.value
@@ -88,7 +88,7 @@ def _of_gpu(name: str) -> Rates:
         if re.search(rf"{known}(?!\d)", name, re.IGNORECASE):
             return NAMED[known]
     warnings.warn(
-        f"cp_ring knows no rates of {name}: it chooses layouts, schedules and heads as for an H100",
+        f"cp_ring knows no rates of {name}: it chooses layouts and heads as for an H100",
         stacklevel=3,
     )
     return NAMED["h100"]
