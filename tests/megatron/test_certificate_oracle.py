@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import torch
 
 from cp_ring.megatron.certificate.attention_probes import ExaminedLayers
+from cp_ring.megatron.certificate.batch import Batch
+from cp_ring.megatron.certificate.dense_oracle import document_rule
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
 
@@ -67,3 +69,15 @@ def test_the_worst_rank_counts_and_nan_is_worst():
     certificate.merge([of(2.0), of(float("nan")), of(0.5)])
     (failure,) = certificate.failures
     assert failure.error != failure.error
+
+
+def test_weights_of_the_loss_add_up_to_whole_numbers_on_each_rank_of_any_layout():
+    """Of which Megatron's loss functions cut off fractions. Chunks may begin at odd tokens."""
+    ranks = [torch.tensor([[*range(7), *range(20, 25)]]), torch.tensor([[*range(7, 20)]])]
+    for kind in ("causal", "packed"):
+        rules = [document_rule(25, [(0, 9), (9, 25)])]
+        batch = Batch(SimpleNamespace(mask=kind), rules, [], None, ranks)
+        weights = batch._loss_mask(torch.Generator().manual_seed(3))
+        assert weights.gt(0).sum() > 9 and weights.unique().numel() > 4
+        for mine in ranks:
+            assert weights.gather(1, mine).sum() % 1 == 0

@@ -166,17 +166,21 @@ class Batch:
         """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
         sequence: float32 [b, n].
 
-        The weights of two neighbors, which are on one rank, add up to a whole number: loss
-        functions of Megatron's scripts cut off fractions of a rank's sum, with and without context
-        parallelism.
+        The weights of a rank add up to a whole number: loss functions of Megatron's scripts cut off
+        fractions of this sum, with and without context parallelism.
         """
         last = torch.stack([rule.last for rule in self.rules])
-        b, half = len(last), last.shape[1] // 2
-        weight = torch.randint(1, 8, (b, half), generator=random) / 4
-        some = torch.rand(b, half, generator=random) < torch.linspace(0.4, 1.0, half)
+        b, n = last.shape
+        some = torch.rand(b, n, generator=random) < torch.linspace(0.4, 1.0, n)
+        mask = some * torch.randint(1, 8, (b, n), generator=random) / 4
         if self.kind.mask in ("documents", "packed"):
-            some &= ~last.view(b, half, 2).any(2)
-        return (torch.stack([weight, 2 - weight], 2) * some[..., None]).flatten(1)
+            mask[last] = 0
+        for mine in self.positions:
+            part = mask.gather(1, mine)
+            for batch_row, token in part.nonzero()[-1:].tolist():
+                missing = -float(part.sum(dtype=torch.float64)) % 1
+                mask[batch_row, mine[batch_row, token]] += missing
+        return mask
 
 
 def _pairs(edges: Any) -> Ints:

@@ -246,7 +246,7 @@ def _probe_microbatch(runs: _TinyRuns, batch: Batch, results: Certificate, seed:
     rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
     tokens = runs.batch.kind.tokens
     if rotates and tokens < args.seq_length and batch_probe.NAMES["rotary"] not in shown:
-        reach = f"rotary embeddings up to {tokens} of {args.seq_length} tokens"
+        reach = f"{tokens} of {args.seq_length} tokens for rotary embeddings"
         results.up_to[" under ".join(about)] = reach
 
 
