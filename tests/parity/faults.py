@@ -141,7 +141,7 @@ def _globals_hidden(mask, declared, *args, **kwargs):
 
 
 def _positions_not_continued(positions, declared, rank):
-    return declared.places(rank)
+    return declared.places(rank) % declared.longest  # which the table of embeddings has
 
 
 def _roll_across(last, documents):
