@@ -193,7 +193,7 @@ def test_each_device_has_a_file_that_says_where_its_rates_are_from():
 
 def test_predicted_memory_beside_that_of_the_fake_gpu():
     """Of the rings and of heads; docs/tune.md names the range. Only these ranks were measured. The
-    caller holds q, k and v beside those of exchanged heads, and dout twice in format thd.
+    caller holds q, k and v beside those of exchanged heads.
     """
     rows = json.loads((ROOT / "docs" / "benchmarks" / "beside.json").read_text())
     schedules = {"cp_ring": "auto", "cp_ring ring": "ring", "cp_ring heads": ""}
@@ -203,10 +203,8 @@ def test_predicted_memory_beside_that_of_the_fake_gpu():
             continue
         case, cp, schedule = CASES[row["case"]], row["cp"], schedules[row["contestant"]]
         sizes = AttentionSizes(case.h, case.g, case.d, case.e)
-        if schedule:
-            width, split = case.packed * sizes.out_width, {"schedule": schedule}
-        else:
-            width, split = sizes.query_width + sizes.key_width, {"ulysses": cp}
+        split = {"schedule": schedule} if schedule else {"ulysses": cp}
+        width = 0 if schedule else sizes.query_width + sizes.key_width
         ends = case.ends(cp) if case.packed else [0, case.tokens * cp]
         mask = Mask.documents(ends, window=(case.window - 1 if case.window else -1, 0))
         plan = PlanSpec("zigzag", **split).build(mask, cp)

@@ -140,7 +140,7 @@ def test_commands_that_cannot_go_on_and_code_2_after_a_step(cluster):
         assert job.restarts == 0
     step = (
         'if [[ $SLURM_PROCID == 0 ]]; then echo $((5 * (SLURM_RESTART_COUNT + 1))) 10 >"$CP_RING_PROGRESS"; fi; '
-            'until [[ -s $CP_RING_PROGRESS ]]; do sleep 0.1; done; '  # Slurm ends it with the other
+        "until [[ -s $CP_RING_PROGRESS ]]; do sleep 0.1; done; "  # Slurm ends it with the other
         "exit $((SLURM_RESTART_COUNT ? 0 : 2))"
     )
     job = Job(cluster, "code-2", ranks=2, command=["bash", "-c", step, *flags])
