@@ -16,6 +16,7 @@ from cp_ring.plan import plan as maker
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.plan import plan
 from cp_ring.plan.routes import ROUTES, Route, direct
+from cp_ring.plan.sizes.device_rates import use
 from tests.rings import said
 
 MASK = Mask.documents([0, 9, 40, 64])
@@ -35,6 +36,19 @@ def test_equal_arguments_share_one_plan():
             len(set(map(id, threads.map(lambda _: plan(MASK, 4, PlanSpec(ulysses=4)), range(8)))))
             == 1
         )
+
+
+def test_a_plan_is_kept_for_one_device():
+    """Of which the balanced layout and the number of heads are those of its rates."""
+    documents = Mask.documents(np.cumsum([0, *[5000, 1000, 500] * 8]))
+    layouts = {}
+    for device in ("h100", "a100", "b200"):
+        use(device)
+        made = plan(documents, 16, PlanSpec("balanced"))
+        assert made.layout.digest == Layout.balanced(documents, 16).digest
+        assert plan(documents, 16, PlanSpec("balanced")) is made
+        layouts[device] = made.layout.digest
+    assert len({*layouts.values()}) > 1
 
 
 def test_another_route_or_layout_of_the_same_name_makes_another_plan(monkeypatch):
