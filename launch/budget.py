@@ -99,7 +99,7 @@ SUMS = (
     room("ring 2: Megatron", 67_000, 73_390, _ADAPTER),
     room("ring 3: tools", 22_000, 21_920, "cp_ring/tools"),
     room("all", 196_000, 204_430, "cp_ring patches"),
-    room("tests", 220_000, 242_650, "tests"),
+    room("tests", 220_000, 242_770, "tests"),
 )
 """Several rooms together, and the tests."""
 
