@@ -107,7 +107,9 @@ def test_another_function_of_megatron_is_one_line_before_any_patch(
         pytest.skip("a supported version has no such function")
     owner, _, attribute = function.replace(":", ".").rpartition(".")
     owner = pkgutil.resolve_name(owner if owner in sys.modules else ":".join(owner.rsplit(".", 1)))
-    for _, each in STANDS_ON:  # imports, which need all functions
+    for each in patches.patches_by_name().values():  # imports, which would keep what is changed
+        each.rejection()
+    for _, each in STANDS_ON:
         parameters_of(each)
     change(owner, attribute, function.partition(":")[0], monkeypatch)
     for each in patches.patches_by_name().values():
@@ -121,6 +123,9 @@ def test_another_function_of_megatron_is_one_line_before_any_patch(
     assert line.startswith(f"patch {name}: megatron-core {compat.megatron_version()}")
     assert attribute in line or owner.__name__ in line
     assert patch.state() == f"rejected: {line}" and not applied
+    if changed := vars(owner).get(attribute):
+        modules = [x for x in loaded_modules("megatron") if x is not owner]
+        assert not any(vars(x).get(attribute) is changed for x in modules)
 
 
 def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):
