@@ -375,14 +375,13 @@ def attention_costs(setup: TrainingSetup) -> Callable[[int, int], list[Attention
     return costs
 
 
-def _amounts(buffers: dict[str, int]) -> tuple[int, int, int, int]:
-    """Return four numbers of bytes: all that is kept, out and lse among it, receive buffers, and
-    the other buffers when they are most.
+def _amounts(buffers: dict[str, int]) -> tuple[int, int, int]:
+    """Return three numbers of bytes: all that is kept, out and lse among it, and the other buffers
+    when they are most.
     """
     kept = sum(size for name, size in buffers.items() if name.startswith("kept"))
-    slots = buffers["keys and values: slots"]
     results = buffers["gradient of out"] + buffers["kept: lse"]
-    return kept, results, slots, sum(buffers.values()) - kept - slots
+    return kept, results, sum(buffers.values()) - kept
 
 
 def possible_sizes(setup: TrainingSetup) -> list[ParallelSizes]:

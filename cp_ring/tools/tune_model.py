@@ -177,14 +177,35 @@ class ModelSizes:
         the inputs of experts.
         """
         per_rank = tp if shared else 1
-        inner = 3 if self.gated else 2
         down = self.layer.latent
         latent = down.latent + down.rope + self.query_latent if down else 0
         elements = (2 * self.parts * self.hidden + self.attention_layers * latent) / per_rank
-        elements += (self.dense * inner * self.ffn + 2 * self.channels) / tp
-        of_experts = self.experts.top_k * (2 * self.hidden + inner * self.experts.width) / per_rank
-        elements += self.experts.layers * (of_experts + inner * self.experts.shared_width / tp)
+        elements += 2 * self.channels / tp
+        elements += 2 * self.hidden * self.experts.layers * self.experts.top_k / per_rank
+        elements += self._inner * sum(n * width for n, width in self._widths(tp, shared))
         return elements * self.element
+
+    @property
+    def _inner(self) -> int:
+        """Tensors that are as wide as a feed-forward network inside, among those that it keeps."""
+        return 3 if self.gated else 2
+
+    def _widths(self, tp: int, shared: bool) -> list[tuple[int, float]]:
+        """How many layers have a kind of feed-forward network, and what a token has of its width on
+        a rank, with all of its experts.
+        """
+        experts, per_rank = self.experts, tp if shared else 1
+        of_experts = experts.top_k * experts.width / per_rank + experts.shared_width / tp
+        return [x for x in ((self.dense, self.ffn / tp), (experts.layers, of_experts)) if x[0]]
+
+    def backward_bytes(self, tp: int, shared: bool) -> tuple[float, float]:
+        """Bytes of a token on a rank in backward of a layer: those that its network needs beside
+        what layers keep, the gradients of its output, of its last product and of what enters that,
+        less the product; and those of the network that are gone when attention begins.
+        """
+        widths = [width for _, width in self._widths(tp, shared)]
+        needed = self.hidden * max(1, self.experts.top_k) + (self._inner - 1) * max(widths)
+        return needed * self.element, self._inner * min(widths) * self.element
 
 
 def model_sizes(
@@ -313,8 +334,7 @@ class AttentionCost(NamedTuple):
 
     heads: neighboring ranks that exchange heads. seconds: forward, forward with backward, and what
     waits of each. kept: bytes that a layer keeps for backward; kept_results: those of out and lse
-    alone. slots: bytes of receive buffers. sums: bytes of the other buffers of one layer, at the
-    time they are most.
+    alone. buffers: bytes of all others, of one layer, at the time they are most.
     """
 
     heads: int = 1
@@ -322,8 +342,7 @@ class AttentionCost(NamedTuple):
     seconds: tuple[float, ...] = ()
     kept: int = 0
     kept_results: int = 0
-    slots: int = 0
-    sums: int = 0
+    buffers: int = 0
 
 
 NO_ATTENTION = AttentionCost()
@@ -492,6 +511,7 @@ def step_memory(
         of_microbatch = model.layers / sizes.pp * setup.stream_bytes(sizes)
         of_microbatch += attending * (attention.kept_results if recompute == "keep" else 0)
         working = of_layers * sizes.pp / model.layers + attention.kept
+    network, gone = (tokens * x for x in model.backward_bytes(sizes.tp, setup.shared_norms))
     chunk = min(model.loss_chunk or tokens, tokens)
     logits = chunk * model.vocabulary / sizes.tp * (model.element + 4)
     flying = min(setup.microbatches(sizes), sizes.pp)
@@ -500,7 +520,6 @@ def step_memory(
         "weights, gradients, optimizer": weight_bytes(setup, sizes),
         "activations": of_microbatch * (flying if first else 1) + working,
         "logits": 0.0 if first else logits,
-        "attention: receive buffers": float(attention.slots),
-        "attention: sums and gradients": float(attention.sums),
+        "backward of a layer": max(network, attention.buffers - gone),
         "CUDA, NCCL, fragmentation": float(RESERVED_BYTES),
     }

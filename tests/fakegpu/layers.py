@@ -2,8 +2,11 @@
 backward.
 """
 
+import gc
+import json
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +34,12 @@ LARGE = {"tokens": 8192, "num_layers": 1, "hidden_size": 4096, "num_attention_he
 """`tokens` of a rank, and settings of Megatron's configuration."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FUSED = {
+    "bias_activation_fusion": True,
+    "bias_dropout_fusion": True,
+    "gradient_accumulation_fusion": True,
+}
+"""As Megatron's scripts set them."""
 LAYERS = {
     "Megatron": {"options": None},
     "Megatron --cp-ring": {"options": {}},
@@ -56,6 +65,26 @@ def blocks(cases, implementation="local", steps=3, planted=False):
                     mark(f"{name} {number}")
                     step()
     mark("end")
+
+
+def memory(folder, cases):
+    """Writes <rank>.json: for each case the bytes that layers keep for backward, and the most that
+    are allocated in a step. Gradients of weights go to buffers, as in Megatron's training.
+    """
+    _start()
+    found = {}
+    for name, case in cases.items():
+        step, kept = _step_of("transformer_engine", **LARGE | FUSED | case), []
+        for weight in step.args[0].parameters():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for _ in range(3):
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step(lambda kept=kept: kept.append(torch.cuda.memory_allocated()))
+        found[name] = kept[-1] - before, torch.cuda.max_memory_allocated() - before
+        del step, weight
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def beside(case, counts):
@@ -87,11 +116,10 @@ def _step_of(implementation, options, documents=None, **more):
     if latent:
         del more["num_query_groups"]
     config = (MLATransformerConfig if latent else TransformerConfig)(
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
+        normalization="RMSNorm", activation_func=F.silu, add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
         masked_softmax_fusion=False, bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, context_parallel_size=dist.get_world_size(),
-        gradient_accumulation_fusion=False, **more,
+        **{"gated_linear_unit": True, "gradient_accumulation_fusion": False} | more,
     )  # fmt: skip
     kinds = (
         gpt_layer_specs.get_gpt_layer_local_spec,

@@ -2,8 +2,14 @@
 modules on PyTorch's kernels, and those of TransformerEngine with its real library.
 """
 
+import json
+
 import pytest
 
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
+from cp_ring.tools.tune import attention_costs
+from cp_ring.tools.tune_model import ModelSizes, ParallelSizes, TrainingSetup, step_memory
+from tests.fakegpu.layers import LARGE
 from tests.fakegpu.process import ProgramError
 from tests.fakegpu.replay import hangs, in_flight_together, mismatches
 from tests.fakegpu.test_ring import races, slow_steps
@@ -77,3 +83,43 @@ def test_what_transformer_engine_rejects_ends_the_program(with_te, fault):
     cases = {fault: {"options": {"kernel": "transformer_engine"}}}
     with pytest.raises(ProgramError, match="sb3hd" if "layout" in fault else "type"):
         with_te.run("tests.fakegpu.layers:blocks", 2, 90, cases=cases, planted=True)
+
+
+OF_TUNE = {
+    "as LARGE": {},
+    "two layers": {"num_layers": 2},
+    "recomputed": FULL,
+    "narrow network": {"ffn_hidden_size": 4096},
+    "without a gate": {"gated_linear_unit": False, "bias_activation_fusion": False},
+}
+
+
+def tuned(case, cp):
+    """The bytes that `cp-ring tune` predicts for the layers of a case: kept, and the most."""
+    more = LARGE | case
+    layers, hidden = more["num_layers"], more["hidden_size"]
+    model = ModelSizes(
+        layers=layers, networks=layers, hidden=hidden,
+        ffn=more.get("ffn_hidden_size", 4 * hidden), vocabulary=0,
+        layer=AttentionSizes(more["num_attention_heads"], more["num_query_groups"], 128, 128),
+        windows=(((-1, -1), layers),), gated=more.get("gated_linear_unit", True),
+    )  # fmt: skip
+    setup = TrainingSetup(model=model, seq_length=more["tokens"] * cp, global_batch=1, gpus=cp)
+    recompute = "replay" if "recompute_granularity" in case else "none"
+    cost = next(x for x in attention_costs(setup)(1, cp) if x.heads == 1)
+    items = step_memory(setup, ParallelSizes(1, cp, 1, 1), recompute, cost)
+    return items["activations"], items["activations"] + items["backward of a layer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 4])
+def test_tune_predicts_the_memory_of_layers(with_te, cp, tmp_path):
+    cases = {name: {"options": {}, **case} for name, case in OF_TUNE.items()}
+    with_te.run("tests.fakegpu.layers:memory", cp, 90, folder=str(tmp_path), cases=cases)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(cp)]
+    for name, case in OF_TUNE.items():
+        kept, most = (max(each[name][i] for each in found) for i in (0, 1))
+        predicted = tuned(case, cp)
+        assert most == pytest.approx(predicted[1], rel=0.02), name
+        if case != FULL:
+            assert kept == pytest.approx(predicted[0], rel=0.02), name
