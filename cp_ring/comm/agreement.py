@@ -177,7 +177,8 @@ class Agreement:
         if content is None:
             self._new += 1
             meet = is_due(self._new, every)
-            content = self._known[key] = _content(facts())
+            content = str([fact[:2] for fact in facts()]).encode()
+            content = self._known[key] = digest(content).encode()
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         else:
@@ -230,26 +231,31 @@ def of_backward(call: int, content: object, place: object) -> Fact:
     return Fact("gradient", str(content), f"that of call {call}" + f" ({place})" * bool(str(place)))
 
 
-_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.keep(
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = RUNTIME.keep(
     weakref.WeakKeyDictionary()
 )
 
 
-def agreement_of(group: dist.ProcessGroup) -> Agreement:
-    """Return the agreement of a process group, which all its transports share."""
-    if group not in _agreements:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        _agreements[group] = Agreement(store_of(group), rank, size)
-    return _agreements[group]
+def shared[T](kind: Callable[[Any, int, int], T], group: dist.ProcessGroup) -> T:
+    """Return the object of a kind that all transports of a process group share, as an `Agreement`.
+    It is made from a store that only the ranks of the group share, the rank, and their number.
+    """
+    of_group = _shared.setdefault(group, {})
+    if kind not in of_group:
+        store = dist.PrefixStore(_numbers.get(group, ""), _store(group))
+        of_group[kind] = kind(store, dist.get_rank(group), dist.get_world_size(group))
+    made: T = of_group[kind]
+    return made
 
 
 def begin_anew() -> None:
     """Make the next calls of this rank new to its groups, as if it had made none. All ranks call
     this at the same place.
     """
-    for agreement in _agreements.values():
-        agreement._known.clear()
-        agreement._new = 0
+    for of_group in _shared.values():
+        if agreement := of_group.get(Agreement):
+            agreement._known.clear()
+            agreement._new = 0
 
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = RUNTIME.keep(
@@ -290,11 +296,6 @@ def _store(group: dist.ProcessGroup) -> Any:
     return store
 
 
-def store_of(group: dist.ProcessGroup) -> Any:
-    """Return a store that only the ranks of a process group share, for this rank alone."""
-    return dist.PrefixStore(_numbers.get(group, ""), _store(group))
-
-
 def differences(
     rank: int, facts: Sequence[Sequence[str]], other: int, others: Sequence[Sequence[str]]
 ) -> str:
@@ -317,15 +318,8 @@ def _conclusion(calls: dict[int, Any]) -> str:
     _, history, facts = calls[first]
     for rank, (_, its_history, its_facts) in calls.items():
         if its_history != history:
-            line = differences(
-                first, [Fact(*fact) for fact in facts], rank, [Fact(*fact) for fact in its_facts]
-            )
-            return line or (
+            return differences(first, facts, rank, its_facts) or (
                 f"ranks of the group make different calls: an earlier call of rank {rank} was not "
                 f"that of rank {first}"
             )
     return ""
-
-
-def _content(facts: Sequence[Fact]) -> bytes:
-    return digest(str([fact[:2] for fact in facts]).encode()).encode()
