@@ -22,8 +22,8 @@ Updates = Mapping[int, Sequence[Segments]]
 
 class GradMessages(ABC):
     """Sums up the partial gradients of each hop's keys and values, and sends them to the owners of
-    the keys. `own` are the keys and values of this rank; the sums of other hops have `sum_dtype`.
-    What travels arrives in tensors like those of `like`, in `wire_dtype`.
+    the keys. `own` are the keys and values of this rank. Gradients travel in `wire_dtype`: those of
+    keys and values, or of what they are made from, in tensors like those of `like`.
 
     A hop's messages travel while the next hop is computed, and are complete before the messages of
     the next hop leave. So at most three sets of gradients exist at a time, for any number of ranks:
@@ -35,35 +35,46 @@ class GradMessages(ABC):
         updates: Updates,
         transport: Transport | None,
         own: Buffer,
-        sum_dtype: torch.dtype,
-        like: Buffer,
         wire_dtype: torch.dtype,
+        like: Buffer | None = None,
     ):
-        self._updates, self._transport = updates, transport
-        self._like, self._wire_dtype = like, wire_dtype
-        self._home = self._now = self._sum(0, len(own[0]), own, own[0].dtype)
-        self._of_hop = own, sum_dtype
+        self._updates, self._transport, self._own = updates, transport, own
+        self._like, self._wire_dtype = like or own, wire_dtype
+        self._hop_dtype = wire_dtype if like is None else own[0].dtype
+        self._home = self._now = self._sum(0, len(own[0]), own[0].dtype)
         self._in: Buffer = ()
         self._pending: Pending = DONE
         self._arriving: Sequence[tuple[Transfer, Transfer]] = ()
 
-    def _sum(self, index: int, num_tokens: int, own: Buffer, dtype: torch.dtype) -> Sum:
-        sizes = [x.shape[1:] for x in own]
-        return Sum(self._updates[index], num_tokens, sizes, own[0], dtype)
+    def _sum(self, index: int, num_tokens: int, dtype: torch.dtype) -> Sum:
+        sizes = [x.shape[1:] for x in self._own]
+        return Sum(self._updates[index], num_tokens, sizes, self._own[0], dtype)
 
     def start(self, hop: Hop) -> Sum:
         """Begin a hop. Returns the sum of the gradients of its keys, of one tensor [u, b, g, d] for
         keys and for values.
         """
-        index, num_tokens = hop.index, hop.num_grads
-        self._now = self._sum(index, num_tokens, *self._of_hop) if index else self._home
+        self._now = self._home
+        if hop.index:
+            self._now = self._sum(hop.index, hop.num_grads, self._hop_dtype)
         return self._now
 
     def send(self, hop: Hop) -> None:
         """Add the gradients that arrived during this hop, then post the messages of this hop."""
         self._collect(hop)
-        if self._transport is not None:
-            self._post(hop, self._leaving(hop))
+        if self._transport is None:
+            return
+        leaving, self._arriving = self._leaving(hop), hop.arrivals
+        if self._arriving:
+            if not self._in or self._in[0].shape[0] != hop.num_arriving:
+                self._in = ()  # before the next ones are made
+                empty, dtype = self._like[0].new_empty, self._wire_dtype
+                shapes = [(hop.num_arriving, *x.shape[1:]) for x in self._like]
+                self._in = [empty(shape, dtype=dtype) for shape in shapes]
+            debug.fill(*self._in)
+        sends = [(transfer, leaving) for transfer in hop.grad_sends]
+        receives = [(packed, self._in) for _, packed in self._arriving]
+        self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
 
     @abstractmethod
     def finish(self) -> Sequence[Tensor]:
@@ -79,21 +90,6 @@ class GradMessages(ABC):
     def _leaving(self, hop: Hop) -> Buffer:
         """Return the gradients of the hop's keys, if any of them leave."""
 
-    def _post(self, hop: Hop, leaving: Buffer) -> None:
-        """Post the messages of a hop, once those of the previous hop have been collected."""
-        assert self._transport is not None, "one rank sends no gradients"
-        self._arriving = hop.arrivals
-        if self._arriving:
-            if not self._in or self._in[0].shape[0] != hop.num_arriving:
-                self._in = ()  # before the next ones are made
-                empty, dtype = self._like[0].new_empty, self._wire_dtype
-                shapes = [(hop.num_arriving, *x.shape[1:]) for x in self._like]
-                self._in = [empty(shape, dtype=dtype) for shape in shapes]
-            debug.fill(*self._in)
-        sends = [(transfer, leaving) for transfer in hop.grad_sends]
-        receives = [(packed, self._in) for _, packed in self._arriving]
-        self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
-
     def _arrived(self) -> Sequence[tuple[Transfer, Transfer]]:
         """Wait for the messages that were posted last. Return the transfers that have arrived, and
         their places in `_in`.
@@ -108,11 +104,6 @@ class GradStream(GradMessages):
     """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
     of the receiver.
     """
-
-    def __init__(
-        self, updates: Updates, transport: Transport | None, own: Buffer, wire_dtype: torch.dtype
-    ):
-        super().__init__(updates, transport, own, wire_dtype, own, wire_dtype)
 
     @override
     def finish(self) -> Sequence[Tensor]:

@@ -148,6 +148,7 @@ class LatentCodec(Decoding):
 
     @override
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
+        (self.arrived,) = coded  # until the gradients of the hop's keys are known
         size, heads = self.latent.shape[-1], k.shape[2]
         latent = coded[0].flatten(0, 1)[:, :size]
         k[..., : self.key_dim] = (latent @ self.key_up.T).view(*k.shape[:3], self.key_dim)
@@ -157,11 +158,6 @@ class LatentCodec(Decoding):
         else:
             v[..., : self.value_dim] = (latent @ self.value_up.T).view(*v.shape[:3], self.value_dim)
             v[..., self.value_dim :] = 0
-
-    @override
-    def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        (self.arrived,) = coded  # until the gradients of the hop's keys are known
-        self.decode(coded, k, v)
 
     @override
     def gradients(
@@ -195,7 +191,7 @@ class LatentGradients(GradMessages):
             torch.zeros_like(x, dtype=self._sum_dtype) for x in (codec.key_up, codec.value_up)
         ]
         self._passed: Tensor | None = None
-        super().__init__(updates, transport, own, k.dtype, (self._owed,), wire_dtype)
+        super().__init__(updates, transport, own, wire_dtype, (self._owed,))
 
     @override
     def finish(self) -> Sequence[Tensor]:

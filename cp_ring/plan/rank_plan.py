@@ -92,25 +92,17 @@ def _own_tiles(
     """Return a rank's tiles with keys counted in the key buffer of their hop, their hops, and the
     shift from there to the gradient buffer.
 
-    At hops with several sources, tiles whose keys lie end to end in both buffers are joined into
+    Tiles whose keys lie end to end in both buffers, as those of several sources, are joined into
     one kernel call.
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
     slide = keys.slide(source, tiles.k0)
     shift = grads.slide(source, tiles.k0) - slide
-    tiles = tiles.shifted(0, slide)
-    join = (np.bincount(plan.schedule) > 1)[hop]
-    if not join.any():
-        return tiles, hop, shift
-    places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
-    joined, group = coalesce(tiles[join], group.reshape(-1))
-    hop, shift = (
-        np.concatenate([x[~join], place[group]])
-        for x, place in zip((hop, shift), places, strict=True)
-    )
-    sort = np.argsort(hop, kind="stable")
-    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort]
+    places, group = np.unique(np.stack([hop, shift]), axis=1, return_inverse=True)
+    tiles, group = coalesce(tiles.shifted(0, slide), group.reshape(-1))
+    hop, shift = places[:, group]
+    return tiles, hop, shift
 
 
 def _messages(
