@@ -73,7 +73,8 @@ class Moves:
         start = np.stack([sender, receiver, source, target])
         end = np.stack([sender, receiver, source + tokens, target + tokens])
         first, last = runs((end[:, :-1] != start[:, 1:]).any(0), len(sender))
-        return cls(ranks, *start[:, first], end[2, last] - source[first])
+        sender, receiver, source, target = start[:, first]
+        return cls(ranks, sender, receiver, source, target, end[2, last] - source)
 
     @RUNTIME.cache(maxsize=64)
     def sends(self, rank: int) -> dict[int, Ranges]:

@@ -14,22 +14,22 @@ from cp_ring.plan.records import PlanTables
 class Report:
     """The work and the traffic of a proven plan. Arrays are int64 [cp, cp], rank by hop.
 
+    slots: the number of receive buffers in use at once.
     work: (query, key) pairs computed.
     keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
     and again in backward.
     grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the
     backward pass.
-    slots: the number of receive buffers in use at once.
     """
 
     n: int
     tokens_per_rank: Ints
+    slots: int
     work: Ints
     keys_in: Ints
     keys_out: Ints
     grads_in: Ints
     grads_out: Ints
-    slots: int
 
     @property
     def work_per_rank(self) -> Ints:
@@ -66,4 +66,4 @@ def report(plan: PlanTables, slots: int) -> Report:
             (grads.sender, grads.hop, grads.tokens),
         )
     ]
-    return Report(plan.n, plan.layout.tokens_per_rank, *tables, slots)
+    return Report(plan.n, plan.layout.tokens_per_rank, slots, *tables)
