@@ -39,7 +39,7 @@ import torch.distributed as dist
 from cp_ring.errors import PlanError, one_line
 from cp_ring.observe import debug
 from cp_ring.plan.ranges import digest
-from cp_ring.plan.rank_plan import Fact
+from cp_ring.plan.records import Fact
 from cp_ring.runtime import RUNTIME, Cell
 
 FIRST = 32
@@ -72,19 +72,19 @@ class Meetings:
         JSON. `what` says in an error what this rank does. Raises `PlanError` if a rank does not
         come before the timeout of the store.
         """
-        base = f"{self._base}{self._number}"
-        self._store.set(f"{base}/{self.rank}", json.dumps(mine))
-        if self._store.add(base, 1) == self.size:
+        base, store = f"{self._base}{self._number}", self._store
+        store.set(f"{base}/{self.rank}", json.dumps(mine))
+        if store.add(base, 1) == self.size:
             keys = [f"{base}/{rank}" for rank in range(self.size)]
-            brought = dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+            brought = dict(enumerate(map(json.loads, store.multi_get(keys))))
             for key in (base, *keys):
-                self._store.delete_key(key)
-            self._store.set(f"{base}/end", conclude(brought))
-        wait_for_ranks(self._store, [f"{base}/end"], base, self.rank, self.size, what)
-        conclusion: bytes = self._store.get(f"{base}/end")
+                store.delete_key(key)
+            store.set(f"{base}/end", conclude(brought))
+        wait_for_ranks(store, [f"{base}/end"], base, self.rank, self.size, what)
+        conclusion: bytes = store.get(f"{base}/end")
         # All ranks are here, so none still reads the conclusion of the previous meeting.
         if self.rank == 0 and self._number:
-            self._store.delete_key(f"{self._base}{self._number - 1}/end")
+            store.delete_key(f"{self._base}{self._number - 1}/end")
         self._number += 1
         return conclusion.decode()
 
@@ -92,17 +92,16 @@ class Meetings:
         """Return the result of `conclude` for `mine` and what other ranks bring to the next meeting
         within `_GRACE_S`, by rank. It ends the meeting for those that wait in it.
         """
-        base = f"{self._base}{self._number}"
+        base, store = f"{self._base}{self._number}", self._store
         keys = [f"{base}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(mine))
+        store.set(keys[self.rank], json.dumps(mine))
         with contextlib.suppress(RuntimeError):
-            self._store.wait(keys, timedelta(seconds=_GRACE_S))
-        store = self._store
+            store.wait(keys, timedelta(seconds=_GRACE_S))
         line = conclude(
             {rank: json.loads(store.get(x)) for rank, x in enumerate(keys) if store.check([x])}
         )
         if line:
-            self._store.set(f"{base}/end", line)
+            store.set(f"{base}/end", line)
         return line
 
 

@@ -17,7 +17,7 @@ from cp_ring.ops.totals import Sum
 from cp_ring.plan.records import Hop, Transfer
 
 Updates = Mapping[int, Sequence[Segments]]
-"""The updates of the sums of dk and dv, by the index of the hop; see `cp_ring.kernels.work.Work`."""
+"""The updates of the sums of dk and dv, by the index of the hop (`cp_ring.kernels.work.Work`)."""
 
 
 class GradMessages(ABC):

@@ -79,36 +79,27 @@ class LatentKeys:
     key_dim: int
 
     def __post_init__(self) -> None:
+        latent, rope, weight, heads = self.latent, self.rope, self.weight, self.heads
         shapes = (
-            f"latent {tuple(self.latent.shape)}, rope {tuple(self.rope.shape)}, weight "
-            f"{tuple(self.weight.shape)}"
+            f"latent {tuple(latent.shape)}, rope {tuple(rope.shape)}, weight {tuple(weight.shape)}"
         )
-        if (
-            self.latent.dim() != 3
-            or self.rope.dim() != 3
-            or self.latent.shape[:2] != self.rope.shape[:2]
-        ):
+        if not latent.dim() == rope.dim() == 3 or latent.shape[:2] != rope.shape[:2]:
             raise PlanError(
                 "latent and rope must be [batch, tokens, size], or [tokens, batch, size] with "
                 f"sbhd, for the same tokens; here {shapes}"
             )
-        width = self.weight.shape[0] if self.weight.dim() == 2 else 0
-        if (
-            self.heads < 1
-            or width % max(self.heads, 1)
-            or self.weight.shape[-1] != self.latent.shape[2]
-        ):
+        width = weight.shape[0] if weight.dim() == 2 else 0
+        if heads < 1 or width % heads or weight.shape[-1] != latent.shape[2]:
             raise PlanError(
-                f"weight must be [heads * (key_dim + value size), {self.latent.shape[2]}]; here "
-                f"{shapes}"
+                f"weight must be [heads * (key_dim + value size), {latent.shape[2]}]; here {shapes}"
             )
-        if not 1 <= self.key_dim < width // self.heads:
+        if not 1 <= self.key_dim < width // heads:
             raise PlanError(
-                f"key_dim={self.key_dim} leaves no value: weight has {width // self.heads} rows a "
+                f"key_dim={self.key_dim} leaves no value: weight has {width // heads} rows a "
                 "head, for its key and its value"
             )
-        if len({x.dtype for x in in_one_dtype(self.latent, self.rope, self.weight)}) > 1:
-            dtypes = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"
+        if len({x.dtype for x in in_one_dtype(latent, rope, weight)}) > 1:
+            dtypes = f"{latent.dtype}, {rope.dtype}, {weight.dtype}"
             raise PlanError(f"latent, rope and weight must share one dtype; here {dtypes}")
 
     def expand(self) -> tuple[Tensor, Tensor]:

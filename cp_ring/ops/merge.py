@@ -58,9 +58,9 @@ def merge(
         if not segment.places:
             total_lse.fill_(-math.inf)
         elif segment.first:
-            total_lse.copy_(segment.places[0].take(lses, 2))
+            total_lse.copy_(segment.take(segment.places[0], lses, 2))
         for place in places:
-            out_part, lse_part = place.take(outs, 1), place.take(lses, 2)
+            out_part, lse_part = segment.take(place, outs, 1), segment.take(place, lses, 2)
             if segment.size not in weights:
                 weight = total.new_empty(total.shape[:3])
                 weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)

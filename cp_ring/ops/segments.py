@@ -10,6 +10,7 @@ which completes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,22 +31,7 @@ def tokens(x: Tensor, dim: int, start: int, size: int) -> Tensor:
     return x.narrow(dim, start, size) if size < x.shape[dim] else x
 
 
-class PartTokens(NamedTuple):
-    """The place of a segment's `size` tokens in a part: from token `start` on, in reverse order if
-    `reverse`.
-    """
-
-    part: int
-    start: int
-    size: int
-    reverse: bool
-
-    def take(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Return the segment's tokens of its part, in the order of the total. Tokens are the
-        dimension `dim`.
-        """
-        part = tokens(parts[self.part], dim, self.start, self.size)
-        return part.flip(dim) if self.reverse else part
+Place = tuple[int, int, bool]
 
 
 class Segment(NamedTuple):
@@ -55,6 +41,8 @@ class Segment(NamedTuple):
     stored: its first token in the running total, if it has one there.
     first: nothing has been stored there yet.
     last: the total is complete, and goes to the result.
+    places: for each part its number, the place of the segment's first or last token there, and True
+    if the part has them in reverse order.
     """
 
     start: int
@@ -62,11 +50,19 @@ class Segment(NamedTuple):
     size: int
     first: bool
     last: bool
-    places: list[PartTokens]
+    places: list[Place]
+
+    def take(self, place: Place, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Return the segment's tokens of a part, in the order of the total. Tokens are the
+        dimension `dim`.
+        """
+        number, start, reverse = place
+        part = tokens(parts[number], dim, start, self.size)
+        return part.flip(dim) if reverse else part
 
     def begin(
         self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor, dim: int
-    ) -> tuple[Tensor, Tensor, list[PartTokens]]:
+    ) -> tuple[Tensor, Tensor, list[Place]]:
         """Return the tokens to which the total is stored, the total to start from, and the places
         that are still to be added. The start is the stored total, else the first part, else zeros;
         it may be the tokens themselves. `dim` is the dimension of tokens.
@@ -81,28 +77,27 @@ class Segment(NamedTuple):
             return target, target, places
         if not places:
             return target, target.zero_(), places
-        part, others = places[0].take(parts, dim), places[1:]
+        part, others = self.take(places[0], parts, dim), places[1:]
         # The sum of several parts is not rounded to the dtype of the result on the way.
         if others and (dtype := sum_dtype(target.dtype)) != target.dtype:
             return target, part.to(dtype, copy=True), others
         return target, target.copy_(part), others
 
 
+@dataclass(eq=False)
 class Segments:
     """The segments of one update. `table`, `whole` and `kept` are those of
     `cp_ring.plan.records.Update`; by default the running total has all tokens. `in_result` is the
     table if the result holds the running total too; by default it is the same.
     """
 
-    def __init__(
-        self,
-        table: np.ndarray,
-        whole: bool = False,
-        kept: slice = slice(0, None),
-        in_result: np.ndarray | None = None,
-    ):
-        self.table, self.whole, self.kept = table, whole, kept
-        self._in_result = table if in_result is None else in_result
+    table: np.ndarray
+    whole: bool = False
+    kept: slice = slice(0, None)
+    in_result: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        table = self.table
         self.parts = len(table) // 2 - 2
         # Some of the total has the dtype of sums before this update, or after it.
         self.stays = not table[2:4].all()
@@ -117,7 +112,8 @@ class Segments:
     @cached_property
     def joined(self) -> list[Segment]:
         """The segments if the result holds the running total too."""
-        return [_segment(0, *column) for column in self._in_result.T.tolist()]
+        table = self.table if self.in_result is None else self.in_result
+        return [_segment(0, *column) for column in table.T.tolist()]
 
     @cached_property
     def _blocks(self) -> Copies:
@@ -135,7 +131,7 @@ def _segment(kept: int, start: int, end: int, first: int, last: int, *parts: int
     for part, (position, step) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
         if step:
             low = min(position, position + step * (size - 1))
-            places.append(PartTokens(part, low, size, step < 0))
+            places.append((part, low, step < 0))
     return Segment(start, start - kept, size, bool(first), bool(last), places)
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
-from cp_ring.plan.records import Hop, PlanTables, RankPlan, Transfer, Transfers
+from cp_ring.plan.records import Fact, Hop, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, coalesce
 
@@ -129,20 +128,6 @@ def _messages(
 
 
 _MAX_WORDS = 80
-
-
-class Fact(NamedTuple):
-    """A fact that all ranks must agree on, such as a part of a plan's identity. `content` is
-    compared, `words` are for the error message.
-    """
-
-    name: str
-    content: str
-    words: str
-
-    @classmethod
-    def of(cls, name: str, value: object) -> Fact:
-        return cls(name, str(value), str(value))
 
 
 def identity(plan: PlanTables) -> tuple[Fact, ...]:

@@ -181,6 +181,20 @@ class Hop:
         )
 
 
+class Fact(NamedTuple):
+    """A fact that all ranks must agree on, such as a part of a plan's identity. `content` is
+    compared, `words` are for the error message.
+    """
+
+    name: str
+    content: str
+    words: str
+
+    @classmethod
+    def of(cls, name: str, value: object) -> Fact:
+        return cls(name, str(value), str(value))
+
+
 @dataclass(frozen=True, eq=False)
 class RankPlan:
     """One rank's hops, without those at which the rank neither computes nor moves anything.
@@ -198,7 +212,7 @@ class RankPlan:
     num_tokens: int
     hops: tuple[Hop, ...]
     batch: int = 1
-    identity: tuple[tuple[str, str, str], ...] = ()
+    identity: tuple[Fact, ...] = ()
     pieces: int = 1
     exchange: Moves | None = None
     forwards: bool = False
