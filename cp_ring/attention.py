@@ -22,6 +22,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -46,8 +47,7 @@ from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan
-from cp_ring.plan.rank_plan import Fact
-from cp_ring.plan.records import RankPlan
+from cp_ring.plan.records import Fact, RankPlan
 from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.runtime import RUNTIME
 
@@ -166,11 +166,10 @@ class Attention:
             exact=exact,
             shares_heads=not self._latents and q.shape[2] > k.shape[2],
         )
-        self._identity, b = rank_plan.identity, 1 if self._batch_rows else batch
         compared = {name: x for name, x in vars(options).items() if name not in _OF_A_RANK}
-        self._facts = compared | {
+        compared |= {
             "dtype": q.dtype,
-            "batch": b,
+            "batch": 1 if self._batch_rows else batch,
             "query heads": q.shape[2],
             "key/value heads": k.shape[2],
             "head size": q.shape[3],
@@ -183,7 +182,8 @@ class Attention:
             "sink": sink is not None,
             "sizes of latents": latents.sizes if latents and self._latents else (),
         }
-        self._key = rank_plan.digest, *self._facts.values()
+        self._key = rank_plan.digest, *compared.values()
+        self._facts = [*rank_plan.identity, *starmap(Fact.of, compared.items())]
 
     def __call__(self, inputs: Inputs, kept: KeptOutput | None = None) -> Output:
         """Return attention of this rank's queries to all keys. With `kept`, the result is that of
@@ -202,7 +202,9 @@ class Attention:
             kernel = counting
         agree = getattr(transport, "agree", None)
         # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
-        begin_backward = agree and agree(self._key, self._all_facts, self._options.compare_every)
+        begin_backward = agree and agree(
+            self._key, lambda: self._facts, self._options.compare_every
+        )
         place = WATCH.place if kept is None else kept.place
         call = RingCall(self._ring, plan, transport, kernel, place, begin_backward)
         lse: Tensor | None
@@ -276,12 +278,6 @@ class Attention:
             return None
         assert isinstance(self._kernel, MaxLogitKernel), "a kernel was chosen for what it lacks"
         return self._kernel.with_max_logit()
-
-    def _all_facts(self) -> list[Fact]:
-        return [
-            *(Fact(*part) for part in self._identity),
-            *(Fact.of(name, value) for name, value in self._facts.items()),
-        ]
 
 
 def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Plain]:

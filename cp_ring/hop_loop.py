@@ -184,7 +184,8 @@ def _run_backward(
     (out, lse, dlse), ring = merged, call.ring
     work, order = call.of_pass(q.device, backward=True)
     codec, transport = ring.codec(k, v, *inputs), joining(call.transport)
-    grads = codec.gradients(work, transport, ring.wire_dtype)
+    updates = work.own_keys if codec.needs_latents else work.keys
+    grads = codec.gradients(updates, transport, ring.wire_dtype)
     b, s, h, d = q.shape
     queries = Queries(dout, q, out, lse=lse)
     total = Sum(work.queries, s, [(b, h, d)], q, q.dtype, dim=1)

@@ -24,7 +24,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import digest, integer, offsets
-from cp_ring.plan.rank_plan import Fact
+from cp_ring.plan.records import Fact
 from cp_ring.plan_cache import length_of
 from cp_ring.runtime import RUNTIME
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from cp_ring.errors import PlanError, one_line
 from cp_ring.observe import debug
 from cp_ring.plan.ranges import digest
-from cp_ring.plan.rank_plan import Fact
+from cp_ring.plan.records import Fact
 from cp_ring.runtime import RUNTIME, Cell
 
 FIRST = 32
@@ -72,19 +72,19 @@ class Meetings:
         JSON. `what` says in an error what this rank does. Raises `PlanError` if a rank does not
         come before the timeout of the store.
         """
-        base = f"{self._base}{self._number}"
-        self._store.set(f"{base}/{self.rank}", json.dumps(mine))
-        if self._store.add(base, 1) == self.size:
+        base, store = f"{self._base}{self._number}", self._store
+        store.set(f"{base}/{self.rank}", json.dumps(mine))
+        if store.add(base, 1) == self.size:
             keys = [f"{base}/{rank}" for rank in range(self.size)]
-            brought = dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+            brought = dict(enumerate(map(json.loads, store.multi_get(keys))))
             for key in (base, *keys):
-                self._store.delete_key(key)
-            self._store.set(f"{base}/end", conclude(brought))
-        wait_for_ranks(self._store, [f"{base}/end"], base, self.rank, self.size, what)
-        conclusion: bytes = self._store.get(f"{base}/end")
+                store.delete_key(key)
+            store.set(f"{base}/end", conclude(brought))
+        wait_for_ranks(store, [f"{base}/end"], base, self.rank, self.size, what)
+        conclusion: bytes = store.get(f"{base}/end")
         # All ranks are here, so none still reads the conclusion of the previous meeting.
         if self.rank == 0 and self._number:
-            self._store.delete_key(f"{self._base}{self._number - 1}/end")
+            store.delete_key(f"{self._base}{self._number - 1}/end")
         self._number += 1
         return conclusion.decode()
 
@@ -92,17 +92,16 @@ class Meetings:
         """Return the result of `conclude` for `mine` and what other ranks bring to the next meeting
         within `_GRACE_S`, by rank. It ends the meeting for those that wait in it.
         """
-        base = f"{self._base}{self._number}"
+        base, store = f"{self._base}{self._number}", self._store
         keys = [f"{base}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(mine))
+        store.set(keys[self.rank], json.dumps(mine))
         with contextlib.suppress(RuntimeError):
-            self._store.wait(keys, timedelta(seconds=_GRACE_S))
-        store = self._store
+            store.wait(keys, timedelta(seconds=_GRACE_S))
         line = conclude(
             {rank: json.loads(store.get(x)) for rank, x in enumerate(keys) if store.check([x])}
         )
         if line:
-            self._store.set(f"{base}/end", line)
+            store.set(f"{base}/end", line)
         return line
 
 
@@ -177,7 +176,8 @@ class Agreement:
         if content is None:
             self._new += 1
             meet = is_due(self._new, every)
-            content = self._known[key] = _content(facts())
+            content = str([fact[:2] for fact in facts()]).encode()
+            content = self._known[key] = digest(content).encode()
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         else:
@@ -230,26 +230,31 @@ def of_backward(call: int, content: object, place: object) -> Fact:
     return Fact("gradient", str(content), f"that of call {call}" + f" ({place})" * bool(str(place)))
 
 
-_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = RUNTIME.keep(
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = RUNTIME.keep(
     weakref.WeakKeyDictionary()
 )
 
 
-def agreement_of(group: dist.ProcessGroup) -> Agreement:
-    """Return the agreement of a process group, which all its transports share."""
-    if group not in _agreements:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        _agreements[group] = Agreement(store_of(group), rank, size)
-    return _agreements[group]
+def shared[T](kind: Callable[[Any, int, int], T], group: dist.ProcessGroup) -> T:
+    """Return the object of a kind that all transports of a process group share, as an `Agreement`.
+    It is made from a store that only the ranks of the group share, the rank, and their number.
+    """
+    of_group = _shared.setdefault(group, {})
+    if kind not in of_group:
+        store = dist.PrefixStore(_numbers.get(group, ""), _store(group))
+        of_group[kind] = kind(store, dist.get_rank(group), dist.get_world_size(group))
+    made: T = of_group[kind]
+    return made
 
 
 def begin_anew() -> None:
     """Make the next calls of this rank new to its groups, as if it had made none. All ranks call
     this at the same place.
     """
-    for agreement in _agreements.values():
-        agreement._known.clear()
-        agreement._new = 0
+    for of_group in _shared.values():
+        if agreement := of_group.get(Agreement):
+            agreement._known.clear()
+            agreement._new = 0
 
 
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = RUNTIME.keep(
@@ -290,11 +295,6 @@ def _store(group: dist.ProcessGroup) -> Any:
     return store
 
 
-def store_of(group: dist.ProcessGroup) -> Any:
-    """Return a store that only the ranks of a process group share, for this rank alone."""
-    return dist.PrefixStore(_numbers.get(group, ""), _store(group))
-
-
 def differences(
     rank: int, facts: Sequence[Sequence[str]], other: int, others: Sequence[Sequence[str]]
 ) -> str:
@@ -317,15 +317,8 @@ def _conclusion(calls: dict[int, Any]) -> str:
     _, history, facts = calls[first]
     for rank, (_, its_history, its_facts) in calls.items():
         if its_history != history:
-            line = differences(
-                first, [Fact(*fact) for fact in facts], rank, [Fact(*fact) for fact in its_facts]
-            )
-            return line or (
+            return differences(first, facts, rank, its_facts) or (
                 f"ranks of the group make different calls: an earlier call of rank {rank} was not "
                 f"that of rank {first}"
             )
     return ""
-
-
-def _content(facts: Sequence[Fact]) -> bytes:
-    return digest(str([fact[:2] for fact in facts]).encode()).encode()

@@ -33,17 +33,11 @@ class Decoding(Plain, ABC):
             if hop.receives and len(hop.tiles):
                 own = self._k, self._v
                 k, v = (x.new_empty((hop.num_keys, *x.shape[1:])) for x in own)
-                self.received(coded, k, v)
+                self.decode(coded, k, v)
                 yield hop, k, v
                 del k, v
             else:
                 yield hop, self._k, self._v
-
-    def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        """Decode the tensors that a hop has received. A codec that needs them in backward overrides
-        this method.
-        """
-        self.decode(coded, k, v)
 
 
 class Quantized(Decoding):
@@ -58,16 +52,8 @@ class Quantized(Decoding):
 
     largest: float
     """The largest code."""
-
-    @abstractmethod
-    def codes(self, x: Tensor) -> Tensor:
-        """Return codes of float32 x within [-largest, largest], one byte an element; may
-        change x.
-        """
-
-    @abstractmethod
-    def values(self, codes: Tensor) -> Tensor:
-        """Return the codes in a dtype that converts to numbers."""
+    dtype: torch.dtype
+    """The dtype of codes, which travel as bytes, because not every backend moves float8."""
 
     @override
     def encode(self) -> Buffer:
@@ -80,7 +66,7 @@ class Quantized(Decoding):
     @override
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
         codes, scales = coded
-        key_codes, value_codes = self.values(codes).split([k.shape[-1], v.shape[-1]], -1)
+        key_codes, value_codes = codes.view(self.dtype).split([k.shape[-1], v.shape[-1]], -1)
         k.copy_(key_codes).mul_(scales[..., :1])
         v.copy_(value_codes).mul_(scales[..., 1:])
 
@@ -93,7 +79,10 @@ class Quantized(Decoding):
             limits.tiny, limits.max / self.largest * (1 - 2**-20)
         )
         scale += 0 * magnitude  # NaN where the magnitude is infinite or NaN
-        return self.codes(wide / scale[..., None]), scale
+        codes = wide / scale[..., None]
+        if not self.dtype.is_floating_point:
+            codes.round_()
+        return codes.to(self.dtype).view(torch.uint8), scale
 
 
 class Int8(Quantized):
@@ -101,15 +90,7 @@ class Int8(Quantized):
     element of its token and head.
     """
 
-    name, largest = "int8", 127.0
-
-    @override
-    def codes(self, x: Tensor) -> Tensor:
-        return x.round_().to(torch.int8)
-
-    @override
-    def values(self, codes: Tensor) -> Tensor:
-        return codes
+    name, largest, dtype = "int8", 127.0, torch.int8
 
 
 class Fp8(Quantized):
@@ -120,16 +101,7 @@ class Fp8(Quantized):
     2^-10 scales.
     """
 
-    name, largest = "fp8", 448.0
-
-    @override
-    def codes(self, x: Tensor) -> Tensor:
-        # bytes, because not every backend moves float8
-        return x.to(torch.float8_e4m3fn).view(torch.uint8)
-
-    @override
-    def values(self, codes: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn)
+    name, largest, dtype = "fp8", 448.0, torch.float8_e4m3fn
 
 
 CODECS: dict[str, type[Plain]] = {codec.name: codec for codec in (Plain, Int8, Fp8)}

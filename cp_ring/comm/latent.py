@@ -21,7 +21,7 @@ Tensors have tokens first: latent [s, b, c], k [s, b, g, n + r], v [s, b, g, e].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, override
 
@@ -29,13 +29,10 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.codecs import Decoding
-from cp_ring.comm.gradients import GradMessages
-from cp_ring.comm.plain import KeyUpdates
+from cp_ring.comm.gradients import GradMessages, Updates
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.errors import PlanError
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
-from cp_ring.ops.segments import Segments
-from cp_ring.ops.totals import Sum
 from cp_ring.plan.records import Hop
 
 
@@ -82,36 +79,27 @@ class LatentKeys:
     key_dim: int
 
     def __post_init__(self) -> None:
+        latent, rope, weight, heads = self.latent, self.rope, self.weight, self.heads
         shapes = (
-            f"latent {tuple(self.latent.shape)}, rope {tuple(self.rope.shape)}, weight "
-            f"{tuple(self.weight.shape)}"
+            f"latent {tuple(latent.shape)}, rope {tuple(rope.shape)}, weight {tuple(weight.shape)}"
         )
-        if (
-            self.latent.dim() != 3
-            or self.rope.dim() != 3
-            or self.latent.shape[:2] != self.rope.shape[:2]
-        ):
+        if not latent.dim() == rope.dim() == 3 or latent.shape[:2] != rope.shape[:2]:
             raise PlanError(
                 "latent and rope must be [batch, tokens, size], or [tokens, batch, size] with "
                 f"sbhd, for the same tokens; here {shapes}"
             )
-        width = self.weight.shape[0] if self.weight.dim() == 2 else 0
-        if (
-            self.heads < 1
-            or width % max(self.heads, 1)
-            or self.weight.shape[-1] != self.latent.shape[2]
-        ):
+        width = weight.shape[0] if weight.dim() == 2 else 0
+        if heads < 1 or width % heads or weight.shape[-1] != latent.shape[2]:
             raise PlanError(
-                f"weight must be [heads * (key_dim + value size), {self.latent.shape[2]}]; here "
-                f"{shapes}"
+                f"weight must be [heads * (key_dim + value size), {latent.shape[2]}]; here {shapes}"
             )
-        if not 1 <= self.key_dim < width // self.heads:
+        if not 1 <= self.key_dim < width // heads:
             raise PlanError(
-                f"key_dim={self.key_dim} leaves no value: weight has {width // self.heads} rows a "
+                f"key_dim={self.key_dim} leaves no value: weight has {width // heads} rows a "
                 "head, for its key and its value"
             )
-        if len({x.dtype for x in in_one_dtype(self.latent, self.rope, self.weight)}) > 1:
-            dtypes = f"{self.latent.dtype}, {self.rope.dtype}, {self.weight.dtype}"
+        if len({x.dtype for x in in_one_dtype(latent, rope, weight)}) > 1:
+            dtypes = f"{latent.dtype}, {rope.dtype}, {weight.dtype}"
             raise PlanError(f"latent, rope and weight must share one dtype; here {dtypes}")
 
     def expand(self) -> tuple[Tensor, Tensor]:
@@ -151,6 +139,7 @@ class LatentCodec(Decoding):
 
     @override
     def decode(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
+        (self.arrived,) = coded  # until the gradients of the hop's keys are known
         size, heads = self.latent.shape[-1], k.shape[2]
         latent = coded[0].flatten(0, 1)[:, :size]
         k[..., : self.key_dim] = (latent @ self.key_up.T).view(*k.shape[:3], self.key_dim)
@@ -162,15 +151,10 @@ class LatentCodec(Decoding):
             v[..., self.value_dim :] = 0
 
     @override
-    def received(self, coded: Sequence[Tensor], k: Tensor, v: Tensor) -> None:
-        (self.arrived,) = coded  # until the gradients of the hop's keys are known
-        self.decode(coded, k, v)
-
-    @override
     def gradients(
-        self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+        self, updates: Updates, transport: Transport | None, wire_dtype: torch.dtype
     ) -> LatentGradients:
-        return LatentGradients(self, self._k, self._v, updates.own_keys, transport, wire_dtype)
+        return LatentGradients(self, (self._k, self._v), updates, transport, wire_dtype)
 
 
 class LatentGradients(GradMessages):
@@ -185,37 +169,20 @@ class LatentGradients(GradMessages):
     def __init__(
         self,
         codec: LatentCodec,
-        k: Tensor,
-        v: Tensor,
-        updates: Mapping[int, Sequence[Segments]],
+        own: Buffer,
+        updates: Updates,
         transport: Transport | None,
         wire_dtype: torch.dtype,
     ):
-        self._codec, self._updates = codec, updates
-        self._key, self._sum_dtype = k, sum_dtype(k.dtype)
-        self._key_sizes = k.shape[1:], v.shape[1:]
-        self._home = self._now = Sum(updates[0], len(k), self._key_sizes, k, k.dtype)
-        size = codec.latent.shape[-1]
-        self._width = size + k.shape[-1] - codec.key_dim
-        self._owed = k.new_zeros((len(k), k.shape[1], self._width), dtype=self._sum_dtype)
+        self._codec, k = codec, own[0]
+        self._sum_dtype = sum_dtype(k.dtype)
+        width = codec.latent.shape[-1] + k.shape[-1] - codec.key_dim
+        self._owed = k.new_zeros((*k.shape[:2], width), dtype=self._sum_dtype)
         self._weights = [
             torch.zeros_like(x, dtype=self._sum_dtype) for x in (codec.key_up, codec.value_up)
         ]
-        super().__init__(transport, (self._owed,), wire_dtype)
         self._passed: Tensor | None = None
-
-    @override
-    def start(self, hop: Hop) -> Sum:
-        self._passed, self._now, k = None, self._home, self._key
-        if index := hop.index:
-            self._now = Sum(self._updates[index], hop.num_grads, self._key_sizes, k, k.dtype)
-        return self._now
-
-    @override
-    def send(self, hop: Hop) -> None:
-        self._collect(hop)
-        if self._transport is not None:
-            self._post(hop, (self._of_latents(hop),) if hop.index else ())
+        super().__init__(updates, transport, own, wire_dtype, (self._owed,))
 
     @override
     def finish(self) -> Sequence[Tensor]:
@@ -227,25 +194,26 @@ class LatentGradients(GradMessages):
         weights = (x.to(dk.dtype).unflatten(0, (heads, -1)) for x in self._weights)
         return dk, dv, self._owed[..., :size].to(dk.dtype), *weights
 
+    @override
     def _collect(self, hop: Hop | None) -> None:
-        """Add the gradients that have arrived to this rank's sums, or to the sums that `hop` passes
-        on.
-        """
         for transfer, packed in self._arrived():
-            target = self._to_pass_on(hop) if transfer.buffer and hop else self._owed
+            target = self._owed
+            if transfer.buffer and hop:
+                if self._passed is None:
+                    self._passed = target.new_zeros((hop.num_grads, *target.shape[1:]))
+                target = self._passed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
                 target[start:end] += self._in[0][first:last]
 
-    def _to_pass_on(self, hop: Hop) -> Tensor:
-        if self._passed is None:
-            self._passed = self._owed.new_zeros((hop.num_grads, *self._owed.shape[1:]))
-        return self._passed
+    @override
+    def _leaving(self, hop: Hop) -> Buffer:
+        return (self._of_latents(hop),) if hop.index and hop.num_grads else ()
 
     def _of_latents(self, hop: Hop) -> Tensor:
         """Return the gradients that this rank owes for the latents of a hop's keys, [num_grads, b,
         c + r], with those that it passes on for other ranks.
         """
-        total = self._passed
+        total, self._passed = self._passed, None
         if len(hop.tiles):
             dk, dv = self._now.finish()
             codec, latent = self._codec, self._latents(hop).flatten(0, 1)
@@ -257,7 +225,8 @@ class LatentGradients(GradMessages):
                 of_weight += x.T @ latent
             mine = torch.cat([of_latent.view(*dk.shape[:2], -1), shared], -1)
             total = mine if total is None else total.add_(mine)
-        return (self._to_pass_on(hop) if total is None else total).to(self._wire_dtype)
+        assert total is not None, "gradients of keys that nobody has read"
+        return total.to(self._wire_dtype)
 
     def _latents(self, hop: Hop) -> Tensor:
         """Return the latents of the tokens in the hop's gradient buffer, [num_grads, b, c]."""

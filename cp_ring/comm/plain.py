@@ -14,35 +14,18 @@ Tensors have tokens first: k [s, b, g, d], v [s, b, g, e].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from cp_ring.comm.gradients import GradMessages, GradStream
+from cp_ring.comm.gradients import GradMessages, GradStream, Updates
 from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
-from cp_ring.ops.segments import Segments
 from cp_ring.plan.records import Hop, Turn
 
 Keys = Iterable[tuple[Hop, Tensor, Tensor]]
 """For each hop, the keys [num_keys, b, g, d] and values [num_keys, b, g, e] that its tiles read."""
-
-
-class KeyUpdates(Protocol):
-    """The updates of the sums of dk and dv, by the index of the hop; see
-    `cp_ring.kernels.work.Work`.
-
-    `keys` covers the kernel calls of a hop and the gradients that arrive, `own_keys` only the
-    kernel calls.
-    """
-
-    @property
-    def keys(self) -> Mapping[int, Sequence[Segments]]: ...
-
-    @property
-    def own_keys(self) -> Mapping[int, Sequence[Segments]]: ...
 
 
 class Plain:
@@ -50,7 +33,8 @@ class Plain:
     derive from this one; their constructors take k and v, then their other inputs.
 
     needs_latents: True if the other inputs are those of `LatentKeys`, which have no heads to
-    exchange.
+    exchange. Then the updates of `gradients` are those of kernel calls alone, because the gradients
+    that arrive are those of latents.
     """
 
     name = "plain"
@@ -68,7 +52,7 @@ class Plain:
         return KeyStream(order, transport, self.encode())
 
     def gradients(
-        self, updates: KeyUpdates, transport: Transport | None, wire_dtype: torch.dtype
+        self, updates: Updates, transport: Transport | None, wire_dtype: torch.dtype
     ) -> GradMessages:
         """Return the gradients of one backward pass."""
-        return GradStream(updates.keys, transport, (self._k, self._v), wire_dtype)
+        return GradStream(updates, transport, (self._k, self._v), wire_dtype)

@@ -7,18 +7,15 @@ in one of `EVERY`. For a comparison, the host waits for 8 bytes of each tensor.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.comm.agreement import Meetings, is_due, store_of
+from cp_ring.comm.agreement import Meetings, is_due
 from cp_ring.errors import PlanError
-from cp_ring.runtime import RUNTIME
 
 EVERY = 16  # the default of `Options.compare_every`
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -56,7 +53,7 @@ def check_same_batch(transport: Any, tensors: Mapping[str, Any], every: int = EV
         name: x for name, x in tensors.items() if isinstance(x, Tensor) and x.dtype in _INTEGERS
     }
     check = getattr(transport, "check_batch", None)
-    if check is None or transport is None or transport.size == 1 or not integers:
+    if check is None or transport.size == 1 or not integers:
         return
     if any(x.is_cuda for x in integers.values()) and torch.cuda.is_current_stream_capturing():
         return
@@ -104,16 +101,3 @@ def _digest(x: Tensor) -> Tensor:
     values = x.detach().reshape(-1).to(torch.int64)
     mixed = (values + torch.arange(1, len(values) + 1, device=x.device) * _FACTORS[0]) * _FACTORS[1]
     return ((mixed ^ (mixed >> 29)) * _FACTORS[0]).sum()
-
-
-_comparisons: weakref.WeakKeyDictionary[dist.ProcessGroup, BatchComparison] = RUNTIME.keep(
-    weakref.WeakKeyDictionary()
-)
-
-
-def comparison_of(group: dist.ProcessGroup) -> BatchComparison:
-    """Return the comparison of a process group, which all its transports share."""
-    if group not in _comparisons:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        _comparisons[group] = BatchComparison(store_of(group), rank, size)
-    return _comparisons[group]

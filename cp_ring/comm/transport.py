@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_ring.comm.agreement import agreement_of
-from cp_ring.comm.same_batch import comparison_of
+from cp_ring.comm.agreement import Agreement, shared
+from cp_ring.comm.same_batch import BatchComparison
 from cp_ring.errors import PlanError
 from cp_ring.observe.counters import recording
 from cp_ring.observe.spans import named
@@ -146,8 +146,9 @@ class GroupTransport:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._agreement = agreement_of(group)
-        self.agree, self.check_batch = self._agreement.check, comparison_of(group).check
+        self._agreement = shared(Agreement, group)
+        self.agree = self._agreement.check
+        self.check_batch = shared(BatchComparison, group).check
         self.blocks = self._tags = backend_of(group, device) == "gloo"  # NCCL has no tags
 
     @property
@@ -199,32 +200,28 @@ def _started(
     return works
 
 
+@dataclass
 class _Works:
-    def __init__(
-        self,
-        works: list[dist.Work],
-        batch: MessageBatch,
-        explain: Callable[[RuntimeError, Iterable[int]], Exception],
-    ):
-        # The batch keeps its tensors alive until the messages are complete.
-        self._works, self._batch, self._explain = works, batch, explain
+    works: list[dist.Work]
+    batch: MessageBatch  # keeps its tensors alive until the messages are complete
+    explain: Callable[[RuntimeError, Iterable[int]], Exception]
 
     def wait(self) -> None:
-        works, self._works = self._works, []
+        works, self.works = self.works, []
         if not works:  # waited for by the other kind of messages that have left together
             return
-        WATCH.begin(self._batch, works)
+        WATCH.begin(self.batch, works)
         try:
             for work in works:
                 work.wait()
         except BaseException as error:
             WATCH.give_up()
             if isinstance(error, RuntimeError):
-                messages = self._batch.receives or self._batch.sends
-                raise self._explain(error, [each.peer for each, _ in messages]) from None
+                messages = self.batch.receives or self.batch.sends
+                raise self.explain(error, [each.peer for each, _ in messages]) from None
             raise
         WATCH.end()
-        self._batch = MessageBatch((), ())
+        self.batch = MessageBatch((), ())
 
 
 _Messages = list[tuple[int, Tensor]]

@@ -98,7 +98,7 @@ def _make_work(
             "this call of ring attention is new, and a CUDA graph cannot begin with it: make it "
             "once, with its backward, before the capture"
         )
-    hops = tuple(rank_plan.backward if backward else rank_plan.hops)
+    hops = rank_plan.backward if backward else rank_plan.hops
     most = max(rank_plan.num_tokens, LONG) if few_keys else OPEN
     calls = {
         hop: tuple(

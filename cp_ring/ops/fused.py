@@ -28,16 +28,16 @@ class FusedFunction:
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name
         self._function: Callable[..., Any] | None = None
-        self._rejected = False
+        self._untried = True
         self._first = threading.Lock()
 
     def run(self, *args: Any) -> bool:
         """Run the function and return True. If it cannot run here, return False and log the reason
         once.
         """
-        if self._function is None and not self._rejected:
+        if self._untried:
             with self._first:  # the ranks of a `LocalRing` are threads, and one of them compiles
-                if self._function is None and not self._rejected:
+                if self._untried:
                     return self._tried(*args)
         if self._function is not None:
             self._function(*args)
@@ -48,7 +48,7 @@ class FusedFunction:
         try:
             function = getattr(importlib.import_module(self._module), self._name)
         except ImportError:
-            self._rejected = True
+            self._untried = False
             return False
         try:
             function(*args)
@@ -61,11 +61,11 @@ class FusedFunction:
             ours = frame.f_globals["__name__"].startswith("cp_ring.")
             if ours or "out of memory" in reason.lower():  # the driver's, as Triton words it
                 raise
-            self._rejected = True
             _say(reason)
-            return False
-        self._function = function
-        return True
+        else:
+            self._function = function
+        self._untried = False
+        return self._function is not None
 
 
 @RUNTIME.cache()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segments
+from cp_ring.ops.segments import Segments, tokens
 from cp_ring.runtime import RUNTIME
 
 Weights = dict[int, tuple[Tensor, Tensor]]
@@ -54,13 +54,13 @@ def merge(
     weights = {} if weights is None else weights
     for segment in segments.joined if running is None else segments.each:
         target, total, places = segment.begin(outs, running, result, 1)
-        total_lse = lse[segment.at[2]] if segment.size < lse.shape[2] else lse
+        total_lse = tokens(lse, 2, segment.start, segment.size)
         if not segment.places:
             total_lse.fill_(-math.inf)
         elif segment.first:
-            total_lse.copy_(segment.places[0].take(lses[segment.places[0].part], 2))
+            total_lse.copy_(segment.take(segment.places[0], lses, 2))
         for place in places:
-            out_part, lse_part = place.take(outs[place.part], 1), place.take(lses[place.part], 2)
+            out_part, lse_part = segment.take(place, outs, 1), segment.take(place, lses, 2)
             if segment.size not in weights:
                 weight = total.new_empty(total.shape[:3])
                 weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)

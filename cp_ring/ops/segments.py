@@ -10,8 +10,9 @@ which completes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,79 +25,79 @@ BLOCK_Q = 16
 """The number of tokens of one program of a Triton kernel."""
 
 
-def at(tokens: slice) -> tuple[Any, ...]:
-    """Return the index of tokens by the dimension that they are in a tensor, 0 to 2."""
-    return tokens, (slice(None), tokens), (..., tokens)
+def tokens(x: Tensor, dim: int, start: int, size: int) -> Tensor:
+    """Return `size` tokens of x from token `start` on; tokens are the dimension `dim`."""
+    # a view takes the host longer than the question
+    return x.narrow(dim, start, size) if size < x.shape[dim] else x
 
 
-class PartTokens(NamedTuple):
-    """The place of a segment's `size` tokens in a part: their index by dimension. They are in
-    reverse order if `reverse`.
-    """
-
-    part: int
-    at: tuple[Any, ...]
-    size: int
-    reverse: bool
-
-    def take(self, part: Tensor, dim: int) -> Tensor:
-        """Return the segment's tokens of the part, in the order of the total. Tokens are the
-        dimension `dim`.
-        """
-        if self.size < part.shape[dim]:  # a view takes the host longer than the question
-            part = part[self.at[dim]]
-        return part.flip(dim) if self.reverse else part
+Place = tuple[int, int, bool]
 
 
 class Segment(NamedTuple):
-    """One segment of `size` tokens of a total, and the parts that are added to it. Without parts,
-    it is filled with zeros.
+    """One segment of `size` tokens of a total, from token `start` on, and the parts that are added
+    to it. Without parts, it is filled with zeros.
 
-    at: the index of the tokens by dimension.
-    stored: their index in the running total, if they have one.
+    stored: its first token in the running total, if it has one there.
     first: nothing has been stored there yet.
     last: the total is complete, and goes to the result.
+    places: for each part its number, the place of the segment's first or last token there, and True
+    if the part has them in reverse order.
     """
 
-    at: tuple[Any, ...]
-    stored: tuple[Any, ...]
+    start: int
+    stored: int
     size: int
     first: bool
     last: bool
-    places: list[PartTokens]
+    places: list[Place]
+
+    def take(self, place: Place, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Return the segment's tokens of a part, in the order of the total. Tokens are the
+        dimension `dim`.
+        """
+        number, start, reverse = place
+        part = tokens(parts[number], dim, start, self.size)
+        return part.flip(dim) if reverse else part
 
     def begin(
         self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor, dim: int
-    ) -> tuple[Tensor, Tensor, list[PartTokens]]:
+    ) -> tuple[Tensor, Tensor, list[Place]]:
         """Return the tokens to which the total is stored, the total to start from, and the places
         that are still to be added. The start is the stored total, else the first part, else zeros;
         it may be the tokens themselves. `dim` is the dimension of tokens.
         """
-        target, place = result, self.at
+        target, start, places = result, self.start, self.places
         if running is not None and not self.last:
-            target, place = running, self.stored
-        if self.size < target.shape[dim]:
-            target = target[place[dim]]
+            target, start = running, self.stored
+        target = tokens(target, dim, start, self.size)
         if not self.first:
             if running is not None and self.last:
-                return target, running[self.stored[dim]], self.places
-            return target, target, self.places
-        if not self.places:
-            return target, target.zero_(), self.places
-        part, others = self.places[0].take(parts[self.places[0].part], dim), self.places[1:]
+                return target, tokens(running, dim, self.stored, self.size), places
+            return target, target, places
+        if not places:
+            return target, target.zero_(), places
+        part, others = self.take(places[0], parts, dim), places[1:]
         # The sum of several parts is not rounded to the dtype of the result on the way.
         if others and (dtype := sum_dtype(target.dtype)) != target.dtype:
             return target, part.to(dtype, copy=True), others
         return target, target.copy_(part), others
 
 
+@dataclass(eq=False)
 class Segments:
     """The segments of one update. `table`, `whole` and `kept` are those of
-    `cp_ring.plan.records.Update`; by default the running total has all tokens.
+    `cp_ring.plan.records.Update`; by default the running total has all tokens. `in_result` is the
+    table if the result holds the running total too; by default it is the same.
     """
 
-    def __init__(self, table: np.ndarray, whole: bool = False, kept: slice = slice(0, None)):
-        self.table, self.whole, self.kept = table, whole, kept
+    table: np.ndarray
+    whole: bool = False
+    kept: slice = slice(0, None)
+    in_result: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        table = self.table
         self.parts = len(table) // 2 - 2
         # Some of the total has the dtype of sums before this update, or after it.
         self.stays = not table[2:4].all()
@@ -110,18 +111,9 @@ class Segments:
 
     @cached_property
     def joined(self) -> list[Segment]:
-        """The segments if the result holds the running total too: neighbors that differ only in
-        whether they are complete are one.
-        """
-        table = self.table.copy()
-        table[3] = 1
-        following, size = table[:, :-1].copy(), table[1, :-1] - table[0, :-1]
-        following[:2] = table[1, :-1], table[1, 1:]
-        following[4::2] += following[5::2] * size
-        begins = np.append(True, (following != table[:, 1:]).any(0))
-        ends = np.append(begins[1:], True)
-        table[1, begins] = table[1, ends]
-        return [_segment(0, *column) for column in table[:, begins].T.tolist()]
+        """The segments if the result holds the running total too."""
+        table = self.table if self.in_result is None else self.in_result
+        return [_segment(0, *column) for column in table.T.tolist()]
 
     @cached_property
     def _blocks(self) -> Copies:
@@ -139,9 +131,8 @@ def _segment(kept: int, start: int, end: int, first: int, last: int, *parts: int
     for part, (position, step) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
         if step:
             low = min(position, position + step * (size - 1))
-            places.append(PartTokens(part, at(slice(low, low + size)), size, step < 0))
-    stored = at(slice(start - kept, end - kept))
-    return Segment(at(slice(start, end)), stored, size, bool(first), bool(last), places)
+            places.append((part, low, step < 0))
+    return Segment(start, start - kept, size, bool(first), bool(last), places)
 
 
 def _cut(table: np.ndarray) -> np.ndarray:

@@ -33,6 +33,6 @@ def add(
         for segment in segments.joined if running is None else segments.each:
             target, total, places = segment.begin(parts, running, result, dim)
             for place in places:
-                total += place.take(parts[place.part], dim)
+                total += segment.take(place, parts, dim)
             if total is not target:
                 target.copy_(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -16,51 +17,49 @@ from cp_ring.ops.sums import add
 Shape = Sequence[int]
 
 
+@dataclass
 class Sum:
     """The sum of partial results, each of which has a tensor [t, b, heads, size] for each of
     `sizes`, (b, heads, size); with `dim` 1 tokens are their second dimension, [b, t, heads, size].
 
     It keeps partial results until the next of `updates` has all of its parts; then the update runs.
-    The result has `dtype`, and the running total `sum_dtype(dtype)`.
+    The result has `dtype`, and the running total `sum_dtype(dtype)`. They are on the device of
+    `like`.
     """
 
-    def __init__(
-        self,
-        updates: Sequence[Segments],
-        num_tokens: int,
-        sizes: Sequence[Shape],
-        like: Tensor,
-        dtype: torch.dtype,
-        dim: int = 0,
-    ):
-        self._dim = dim
-        self._updates, self._num_tokens, self._sizes = updates, num_tokens, sizes
-        self._like, self._dtype = like, dtype
-        self._running: Sequence[Tensor | None] = [None] * len(sizes)
+    updates: Sequence[Segments]
+    num_tokens: int
+    sizes: Sequence[Shape]
+    like: Tensor
+    dtype: torch.dtype
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        self._running: Sequence[Tensor | None] = [None] * len(self.sizes)
         self._result: Sequence[Tensor] = ()
         self._waiting: list[tuple[Tensor, ...]] = []
         self._done = 0
 
     @property
     def _wide(self) -> torch.dtype:
-        return sum_dtype(self._dtype)
+        return sum_dtype(self.dtype)
 
     def add(self, *part: Tensor) -> None:
         """Add the next partial result, which must not change until its update has run."""
         self._waiting.append(part)
-        if len(self._waiting) == self._updates[self._done].parts:
+        if len(self._waiting) == self.updates[self._done].parts:
             self._run()
 
     def finish(self) -> Sequence[Tensor]:
         """Return the total for each of the sizes, with tokens first in memory. All partial results
         must have been added.
         """
-        while self._done < len(self._updates):
+        while self._done < len(self.updates):
             self._run()
-        return self._result or self._allocated(self._dtype, self._num_tokens)
+        return self._result or self._allocated(self.dtype, self.num_tokens)
 
     def _run(self) -> None:
-        segments, parts = self._updates[self._done], self._waiting
+        segments, parts = self.updates[self._done], self._waiting
         assert len(parts) == segments.parts, "a partial result is missing"
         self._waiting, self._done = [], self._done + 1
         if not (segments.whole and self._take(*parts[0])):
@@ -69,8 +68,8 @@ class Sum:
     def _take(self, *part: Tensor) -> bool:
         """Take the one part of the whole total as the result, if it has the form of a result."""
         for x in part:
-            x = x.transpose(0, 1) if self._dim else x
-            if x.dtype != self._dtype or not x.is_contiguous():
+            x = x.transpose(0, 1) if self.dim else x
+            if x.dtype != self.dtype or not x.is_contiguous():
                 return False
         self._result = part
         return True
@@ -79,24 +78,24 @@ class Sum:
         """Run one update for each tensor of the total."""
         results = self._allocate(segments)
         for running, result, *of_total in zip(self._running, results, *parts, strict=True):
-            add(segments, of_total, running, result, self._dim)
+            add(segments, of_total, running, result, self.dim)
 
     def _allocate(self, segments: Segments) -> Sequence[Tensor]:
         """Make the tensors that an update stores to, and return those of the result: empty ones
         until an update completes some tokens, because kernel calls before that need the memory.
         """
-        same = self._dtype == self._wide
+        same = self.dtype == self._wide
         if self._running[0] is None and segments.stays and not same:
             count = segments.kept.stop - segments.kept.start
             self._running = self._allocated(self._wide, count)
         if not self._result and (same or segments.ends):
-            self._result = self._allocated(self._dtype, self._num_tokens)
-        return self._result or [self._like.new_empty(0, dtype=self._dtype)] * len(self._sizes)
+            self._result = self._allocated(self.dtype, self.num_tokens)
+        return self._result or [self.like.new_empty(0, dtype=self.dtype)] * len(self.sizes)
 
     def _allocated(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """Make tensors of so many tokens of the total."""
-        made = [self._like.new_empty((count, *size), dtype=dtype) for size in self._sizes]
-        return [x.transpose(0, 1) for x in made] if self._dim else made
+        made = [self.like.new_empty((count, *size), dtype=dtype) for size in self.sizes]
+        return [x.transpose(0, 1) for x in made] if self.dim else made
 
 
 class Merge(Sum):
@@ -111,9 +110,9 @@ class Merge(Sum):
 
     @cached_property
     def _lse(self) -> Tensor:
-        b, h, _ = self._sizes[0]
-        dtype = lse_dtype(self._like.device, self._wide)
-        return self._like.new_empty((b, h, self._num_tokens), dtype=dtype)
+        b, h, _ = self.sizes[0]
+        dtype = lse_dtype(self.like.device, self._wide)
+        return self.like.new_empty((b, h, self.num_tokens), dtype=dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return out in `dtype`, and lse in `sum_dtype(dtype)`, contiguous."""

@@ -6,26 +6,21 @@ torch.distributed here.
 """
 
 from cp_ring.plan.layout import Layout
-from cp_ring.plan.lower import Capabilities, Lowered, lower
+from cp_ring.plan.lower import Capabilities, lower
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec
-from cp_ring.plan.records import Hop, RankPlan, Transfer
-from cp_ring.plan.report import Report
-from cp_ring.plan.sizes.head_split import HeadSplit, split_heads
+from cp_ring.plan.records import RankPlan, Transfer
+from cp_ring.plan.sizes.head_split import split_heads
 from cp_ring.plan.tiles import OPEN, Tile, Tiles
 
 __all__ = [
     "OPEN",
     "Capabilities",
-    "HeadSplit",
-    "Hop",
     "Layout",
-    "Lowered",
     "Mask",
     "Plan",
     "PlanSpec",
     "RankPlan",
-    "Report",
     "Tile",
     "Tiles",
     "Transfer",

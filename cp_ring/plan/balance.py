@@ -145,14 +145,10 @@ def balanced_layout(layers: Layers, cp: int) -> Layout:
         busiest = ideal * balance(layers, split.merged(Conditions().heads_to_try(cp)[-1]))
         if even <= most or busiest <= worth:
             found.append((even, _seconds(layers, split)[0], split))
-    ranks = [(even if seconds > worth else 0.0, seconds) for even, seconds, _ in found]
-    even, seconds = min(ranks)
-    alike = [
-        (took, split)
-        for (of, took), (*_, split) in zip(ranks, found, strict=True)
-        if of == even and took <= ALMOST * seconds
-    ]
-    return min(alike, key=lambda one: (one[1] not in others, len(one[1].owner), one[0]))[1]
+    found = [(even if took > worth else 0.0, took, split) for even, took, split in found]
+    even, seconds, _ = min(found, key=lambda one: one[:2])
+    alike = [one for one in found if one[0] == even and one[1] <= ALMOST * seconds]
+    return min(alike, key=lambda one: (one[2] not in others, len(one[2].owner), one[1]))[2]
 
 
 def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[tuple[Ints, Ints]]:
@@ -172,20 +168,20 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
     ranks that exchange heads, or infinity if a layer takes more than `limit`; and the seconds in
     which all ranks would compute the same if their work were even and nobody waited.
     """
-    total, computing = 0.0, 0.0
+    total, computing, given = 0.0, 0.0, Conditions()
     for mask, count in layers:
         best, work = np.inf, 0
-        for heads in reversed(Conditions().heads_to_try(split.cp)):
+        for heads in reversed(given.heads_to_try(split.cp)):
             members = split.merged(heads)
-            around = 2 * Conditions().exchange(-(-mask.n // split.cp), heads)
+            around = 2 * given.exchange(-(-mask.n // split.cp), heads)
             tiles, rank, far = shard_tiles(mask.pieces, members)
             pairs, shards = _pairs_of_blocks(tiles), members.tokens_per_rank
-            traffic = Traffic(tiles, pairs, rank, far, shards, heads, Conditions())
+            traffic = Traffic(tiles, pairs, rank, far, shards, heads, given)
             if traffic.bound + around < min(best, limit / count):
                 best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
             work = int(traffic.pairs.sum())
         total += count * best
-        computing += count * work / split.cp * sum(Conditions().pair_seconds())
+        computing += count * work / split.cp * sum(given.pair_seconds())
     return total, computing
 
 
@@ -266,8 +262,9 @@ def _part_of(ranks: int) -> int:
     """Return how many ranks each part gets when `ranks` ranks are split into parts: the ranks of a
     node, then halves.
     """
-    if ranks > Conditions().node and ranks % Conditions().node == 0:
-        return Conditions().node
+    near = Conditions().node
+    if ranks > near and ranks % near == 0:
+        return near
     return ranks // 2 if ranks % 2 == 0 else 1
 
 

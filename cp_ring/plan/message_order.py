@@ -11,7 +11,7 @@ def message_order(rank_plan: RankPlan, num_slots: int, backward: bool) -> tuple[
     """Return the hops of a pass. Before a hop is computed, the messages of the next one are posted,
     or of more with more than two slots. It is the same for all calls under one plan.
     """
-    hops = tuple(rank_plan.backward if backward else rank_plan.hops)
+    hops = rank_plan.backward if backward else rank_plan.hops
     ahead = 1 if rank_plan.forwards else num_slots - 1
     free, slots = list(range(num_slots, 0, -1)), {0: 0}
     posted: list[tuple[int, tuple[tuple[Transfer, int], ...]]] = []

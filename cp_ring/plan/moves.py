@@ -6,13 +6,14 @@ together.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, runs
+from cp_ring.runtime import RUNTIME
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -38,7 +39,6 @@ class Moves:
     source: Ints
     target: Ints
     tokens: Ints
-    _read: dict[tuple[str, int], dict[int, Ranges]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def rolled(cls, layout: Layout, shift: int) -> Moves:
@@ -63,33 +63,38 @@ class Moves:
         chunk = layout.order[layout.owner[layout.order] // ranks == member]
         sender, size = layout.owner[chunk] - member * ranks, np.diff(layout.edges)[chunk]
         source, target = layout.starts[chunk], places(members, layout.edges[chunk])[1]
-        apart = (sender[1:] != sender[:-1]) | (target[1:] != (target + size)[:-1])
-        first, last = runs(apart, len(chunk))
-        tokens = (target + size)[last] - target[first]
-        every = np.full(len(first), EVERY)
-        return cls(ranks, sender[first], every, source[first], target[first], tokens)
+        return cls.joined(ranks, sender, np.full_like(chunk, EVERY), source, target, size)
 
+    @classmethod
+    def joined(
+        cls, ranks: int, sender: Ints, receiver: Ints, source: Ints, target: Ints, tokens: Ints
+    ) -> Moves:
+        """The moves of ranges of which those that lie end to end, at both ends, are joined."""
+        start = np.stack([sender, receiver, source, target])
+        end = np.stack([sender, receiver, source + tokens, target + tokens])
+        first, last = runs((end[:, :-1] != start[:, 1:]).any(0), len(sender))
+        sender, receiver, source, target = start[:, first]
+        return cls(ranks, sender, receiver, source, target, end[2, last] - source)
+
+    @RUNTIME.cache(maxsize=64)
     def sends(self, rank: int) -> dict[int, Ranges]:
         """Return the ranges of the tensor of `rank` that go to each rank, itself among them."""
-        return self._by_peer("sends", rank, self.sender, self.receiver, self.source)
+        return self._by_peer(rank, self.sender, self.receiver, self.source)
 
+    @RUNTIME.cache(maxsize=64)
     def receives(self, rank: int) -> dict[int, Ranges]:
         """Return the ranges of the new tensor of `rank` that come from each rank, in the order of
         that rank's `sends`.
         """
-        return self._by_peer("receives", rank, self.receiver, self.sender, self.target)
+        return self._by_peer(rank, self.receiver, self.sender, self.target)
 
-    def _by_peer(
-        self, name: str, rank: int, own: Ints, peer: Ints, start: Ints
-    ) -> dict[int, Ranges]:
-        if (name, rank) not in self._read:
-            ranges = defaultdict[int, list[tuple[int, int]]](list)
-            mine = (own == rank) | (own == EVERY)
-            for other, *ends in np.stack([peer, start, start + self.tokens])[:, mine].T.tolist():
-                for to in range(self.ranks) if other == EVERY else (other,):
-                    ranges[to].append(tuple(ends))
-            self._read[name, rank] = {other: tuple(its) for other, its in ranges.items()}
-        return self._read[name, rank]
+    def _by_peer(self, rank: int, own: Ints, peer: Ints, start: Ints) -> dict[int, Ranges]:
+        ranges = defaultdict[int, list[tuple[int, int]]](list)
+        mine = (own == rank) | (own == EVERY)
+        for other, *ends in np.stack([peer, start, start + self.tokens])[:, mine].T.tolist():
+            for to in range(self.ranks) if other == EVERY else (other,):
+                ranges[to].append(tuple(ends))
+        return {other: tuple(its) for other, its in ranges.items()}
 
     @cached_property
     def most_ranges(self) -> int:

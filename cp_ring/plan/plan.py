@@ -24,8 +24,8 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.message_order import message_order
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.proof import Axis, check_moves, check_order, check_rank_plan, verify
-from cp_ring.plan.rank_plan import Fact, rank_plan
-from cp_ring.plan.records import PlanTables, RankPlan
+from cp_ring.plan.rank_plan import rank_plan
+from cp_ring.plan.records import Fact, PlanTables, RankPlan
 from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
 from cp_ring.plan.schedule import Schedule, ring_distance, text

@@ -209,9 +209,8 @@ def _check_columns(plan: PlanTables, axis: Axis) -> None:
     """
     cp = plan.cp
     q0, q1, k0, k1, lo, hi = plan.tiles.data
-    known = np.ones(len(q0), bool)
-    for values in (plan.tile_rank, plan.tile_hop, plan.tile_source):
-        known &= (values >= 0) & (values < cp)
+    ranks = np.stack([plan.tile_rank, plan.tile_hop, plan.tile_source])
+    known = ((ranks >= 0) & (ranks < cp)).all(0)
     live = (q0 >= 0) & (k0 >= 0) & (q0 < q1) & (k0 < k1) & (lo <= hi)
     live &= (q0 >= k0 - hi) & (q1 <= k1 - lo) & (k0 >= q0 + lo) & (k1 <= q1 + hi)
     for i in _first(~(known & live)):
@@ -222,9 +221,9 @@ def _check_columns(plan: PlanTables, axis: Axis) -> None:
         ("transfers", plan.transfers, plan.transfers.receiver),
         ("gradients", plan.gradients, plan.gradients.sender),
     ):
-        good = (rows.hop > 0) & (rows.sender != rows.receiver)
-        for values in (rows.hop, rows.sender, rows.receiver, rows.owner, rows.buffer):
-            good &= (values >= 0) & (values < cp)
+        ranks = np.stack([rows.hop, rows.sender, rows.receiver, rows.owner, rows.buffer])
+        good = ((ranks >= 0) & (ranks < cp)).all(0) & (rows.hop > 0)
+        good &= rows.sender != rows.receiver
         for i in _first(~good):
             raise PlanError(f"{_moves(rows, i)}: there is no such message")
         for i in _first(
@@ -393,13 +392,12 @@ def _check_moved(plan: PlanTables, axis: Axis) -> None:
         end = np.concatenate([plan.tiles.data[3, away], passed.end])
         wanted = _joined(base + start, base + end)
         base = getattr(rows, holder) * width + axis.first[rows.owner]
-        moved = _joined(base + rows.start, base + rows.end)
-        if (rows.end - rows.start).sum() != (moved[1] - moved[0]).sum():
-            edge = np.sort(np.concatenate([2 * (base + rows.start) + 1, 2 * (base + rows.end)]))
-            twice = int(edge[(np.cumsum(2 * (edge & 1) - 1) > 1).argmax()]) >> 1
-            whose, place = divmod(twice, width)
+        start, end = base + rows.start, base + rows.end
+        order = np.argsort(start)
+        for i in _first(start[order][1:] < np.maximum.accumulate(end[order])[:-1]):
+            whose, place = divmod(int(start[order][1 + i]), width)
             raise PlanError(f"rank {whose}: {axis.named(place)} and more {verb} twice")
-        for number in _difference_of(wanted, moved):
+        for number in _difference_of(wanted, _joined(start, end)):
             whose, place = divmod(number, width)
             hop = plan.schedule[(whose - axis.rank(place)) % plan.cp]
             raise PlanError(
@@ -601,11 +599,10 @@ def check_work(
         for call in calls[hop]:
             pairs = call.pairs()
             of_q, of_k = pairs.query_ends, pairs.key_ends
-            seen = np.stack([of_q[:-1], of_q[1:], of_k[:-1], of_k[1:], pairs.lo, pairs.hi])
-            corner = seen[2] - seen[0]
-            seen[4] = np.where(seen[4] == -OPEN, -OPEN, seen[4] + corner)
-            seen[5] = np.where(seen[5] == OPEN, OPEN, seen[5] + corner)
-            sums = sums_of(seen, 0, 0, _running(number[pairs.keys]), len(pairs.queries))
+            none = np.zeros_like(pairs.lo)
+            seen = np.stack([none, np.diff(of_q), none, np.diff(of_k), pairs.lo, pairs.hi])
+            before = _running(number[pairs.keys])
+            sums = sums_of(seen, of_q[:-1], of_k[:-1], before, len(pairs.queries))
             np.subtract.at(wanted, pairs.queries, sums)
             of_queries.append(pairs.queries)
             of_keys[hop.index].append(home[pairs.keys])

@@ -4,15 +4,15 @@ the executor holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
 from itertools import groupby
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.ranges import Ints, sort_index, starts_of
-from cp_ring.plan.records import Hop, Hops, PlanTables, RankPlan, Transfer, Transfers
+from cp_ring.plan.records import Fact, Hop, PlanTables, RankPlan, Transfer, Transfers
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, coalesce
 
@@ -51,35 +51,36 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
-    receives = _messages(keys.table, "sender", "receiver", cp, keys)
-    sends = _messages(leaving, "receiver", "receiver", cp, keys)
-    grad_sends = _messages(grads.table, "receiver", "sender", cp, grads)
-    grad_receives = _messages(grads_arriving, "sender", "sender", cp, grads)
-    every = (tile_hop, keys.table.hop, leaving.hop, grads.table.hop, grads_arriving.hop)
-
-    def make(index: int) -> Hop:
+    messages = (
+        _messages(keys.table, "sender", "receiver", cp, keys),
+        _messages(leaving, "receiver", "receiver", cp, keys),
+        _messages(grads.table, "receiver", "sender", cp, grads),
+        _messages(grads_arriving, "sender", "sender", cp, grads),
+    )
+    hops = []
+    for index in sorted(set(tile_hop.tolist()).union(*messages)):
         own = slice(*np.searchsorted(tile_hop, [index, index + 1]))
-        return Hop(
-            index=index,
-            tiles=tiles[own],
-            num_keys=int(keys.sizes[index]),
-            receives=receives(index),
-            sends=sends(index),
-            num_grads=int(grads.sizes[index]),
-            grad_shift=grad_shift[own],
-            grad_sends=grad_sends(index),
-            grad_receives=grad_receives(index),
+        receives, sends, grad_sends, grad_receives = (each.get(index, ()) for each in messages)
+        hop = Hop(
+            index,
+            tiles[own],
+            int(keys.sizes[index]),
+            receives,
+            sends,
+            int(grads.sizes[index]),
+            grad_shift[own],
+            grad_sends,
+            grad_receives,
         )
-
-    hops, pieces = Hops(make, np.unique(np.concatenate(every)).tolist()), len(plan.mask.pieces)
+        hops.append(hop)
     return RankPlan(
         rank,
         cp,
         int(keys.sizes[0]),
-        hops,
+        tuple(hops),
         layout.rows,
         identity(plan),
-        pieces,
+        len(plan.mask.pieces),
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
     )
 
@@ -90,32 +91,24 @@ def _own_tiles(
     """Return a rank's tiles with keys counted in the key buffer of their hop, their hops, and the
     shift from there to the gradient buffer.
 
-    At hops with several sources, tiles whose keys lie end to end in both buffers are joined into
+    Tiles whose keys lie end to end in both buffers, as those of several sources, are joined into
     one kernel call.
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
     slide = keys.slide(source, tiles.k0)
     shift = grads.slide(source, tiles.k0) - slide
-    tiles = tiles.shifted(0, slide)
-    join = (np.bincount(plan.schedule) > 1)[hop]
-    if not join.any():
-        return tiles, hop, shift
-    places, group = np.unique(np.stack([hop[join], shift[join]]), axis=1, return_inverse=True)
-    joined, group = coalesce(tiles[join], group.reshape(-1))
-    hop, shift = (
-        np.concatenate([x[~join], place[group]])
-        for x, place in zip((hop, shift), places, strict=True)
-    )
-    sort = np.argsort(hop, kind="stable")
-    return Tiles.concatenate(tiles[~join], joined)[sort], hop[sort], shift[sort]
+    places, group = np.unique(np.stack([hop, shift]), axis=1, return_inverse=True)
+    tiles, group = coalesce(tiles.shifted(0, slide), group.reshape(-1))
+    hop, shift = places[:, group]
+    return tiles, hop, shift
 
 
 def _messages(
     table: Transfers, peer: str, holder: str, cp: int, buffers: _HopBuffers
-) -> Callable[[int], tuple[Transfer, ...]]:
-    """Return a function from a hop to the messages of a table at this hop, with ranges counted in
-    this rank's buffers: one transfer for each peer and buffer.
+) -> dict[int, tuple[Transfer, ...]]:
+    """Return the messages of a table by hop, with ranges counted in this rank's buffers: one
+    transfer for each peer and buffer.
 
     `peer` names the other end of the messages (`sender` or `receiver`), `holder` the end whose
     buffer is that of the message's hop. The distance of the holder from the owner orders the
@@ -127,35 +120,14 @@ def _messages(
     slide = buffers.slide(table.owner, table.start)
     of_holder = ring_distance(getattr(table, holder), table.owner, cp)
     sort = sort_index(table.hop, peers, of_holder, table.start)
-    hops = table.hop[sort]
-    messages = np.stack([peers, named, table.start + slide, table.end + slide])[:, sort]
-
-    def at(hop: int) -> tuple[Transfer, ...]:
-        of_hop = messages[:, slice(*np.searchsorted(hops, [hop, hop + 1]))].T.tolist()
-        groups = groupby(of_hop, key=lambda message: message[:2])
-        return tuple(
-            Transfer(peer, tuple((start, end) for _, _, start, end in group), named)
-            for (peer, named), group in groups
-        )
-
-    return at
+    rows = np.stack([table.hop, peers, named, table.start + slide, table.end + slide])[:, sort]
+    found = defaultdict[int, tuple[Transfer, ...]](tuple)
+    for (hop, to, buffer), group in groupby(rows.T.tolist(), itemgetter(0, 1, 2)):
+        found[hop] += (Transfer(to, tuple((start, end) for *_, start, end in group), buffer),)
+    return found
 
 
 _MAX_WORDS = 80
-
-
-class Fact(NamedTuple):
-    """A fact that all ranks must agree on, such as a part of a plan's identity. `content` is
-    compared, `words` are for the error message.
-    """
-
-    name: str
-    content: str
-    words: str
-
-    @classmethod
-    def of(cls, name: str, value: object) -> Fact:
-        return cls(name, str(value), str(value))
 
 
 def identity(plan: PlanTables) -> tuple[Fact, ...]:

@@ -7,11 +7,10 @@ records hold numbers and know nothing of the functions that make them, so that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,11 +165,6 @@ class Hop:
     grad_receives: tuple[Transfer, ...]
 
     @cached_property
-    def pairs(self) -> int:
-        """The number of allowed pairs of queries and keys in the tiles: the work of the hop."""
-        return int(self.tiles.area().sum())
-
-    @cached_property
     def num_arriving(self) -> int:
         """The number of tokens of `grad_receives`."""
         return sum(each.tokens for each in self.grad_receives)
@@ -187,32 +181,18 @@ class Hop:
         )
 
 
-class Hops(Sequence[Hop]):
-    """A sequence of hops that makes each hop when it is first read: one rank of 1,024 has 1,024
-    hops, and needs one at a time.
+class Fact(NamedTuple):
+    """A fact that all ranks must agree on, such as a part of a plan's identity. `content` is
+    compared, `words` are for the error message.
     """
 
-    def __init__(self, make: Callable[[int], Hop], live: list[int]):
-        self._make, self._live = make, live
-        self._made: dict[int, Hop] = {}
+    name: str
+    content: str
+    words: str
 
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return tuple(self[i] for i in range(len(self))[place])
-        index = self._live[place]
-        if index not in self._made:
-            # threads that share a plan must get the same hop
-            self._made.setdefault(index, self._make(index))
-        return self._made[index]
-
-    def __reduce__(self) -> Any:
-        return tuple, (tuple(self),)
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
+    @classmethod
+    def of(cls, name: str, value: object) -> Fact:
+        return cls(name, str(value), str(value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +210,9 @@ class RankPlan:
     rank: int
     cp: int
     num_tokens: int
-    hops: Sequence[Hop]
+    hops: tuple[Hop, ...]
     batch: int = 1
-    identity: tuple[tuple[str, str, str], ...] = ()
+    identity: tuple[Fact, ...] = ()
     pieces: int = 1
     exchange: Moves | None = None
     forwards: bool = False
@@ -255,7 +235,7 @@ class RankPlan:
         return self.exchange.held(self.rank % self.ulysses)
 
     @cached_property
-    def backward(self) -> Sequence[Hop]:
+    def backward(self) -> tuple[Hop, ...]:
         """The hops in the order of the backward pass: half of hop 0, the other hops, the other half
         of hop 0.
 

@@ -14,22 +14,22 @@ from cp_ring.plan.records import PlanTables
 class Report:
     """The work and the traffic of a proven plan. Arrays are int64 [cp, cp], rank by hop.
 
+    slots: the number of receive buffers in use at once.
     work: (query, key) pairs computed.
     keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
     and again in backward.
     grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the
     backward pass.
-    slots: the number of receive buffers in use at once.
     """
 
     n: int
     tokens_per_rank: Ints
+    slots: int
     work: Ints
     keys_in: Ints
     keys_out: Ints
     grads_in: Ints
     grads_out: Ints
-    slots: int
 
     @property
     def work_per_rank(self) -> Ints:
@@ -56,16 +56,14 @@ def report(plan: PlanTables, slots: int) -> Report:
     """Sum up the plan's tables by rank and hop; this proves nothing."""
     cp, keys, grads = plan.cp, plan.transfers, plan.gradients
 
-    def table(rank: Ints, hop: Ints, amount: Ints) -> Ints:
-        return np.bincount(rank * cp + hop, amount, cp * cp).astype(np.int64).reshape(cp, cp)
-
-    return Report(
-        n=plan.n,
-        tokens_per_rank=plan.layout.tokens_per_rank,
-        work=table(plan.tile_rank, plan.tile_hop, plan.tiles.area()),
-        keys_in=table(keys.receiver, keys.hop, keys.tokens),
-        keys_out=table(keys.sender, keys.hop, keys.tokens),
-        grads_in=table(grads.receiver, grads.hop, grads.tokens),
-        grads_out=table(grads.sender, grads.hop, grads.tokens),
-        slots=slots,
-    )
+    tables = [
+        np.bincount(rank * cp + hop, amount, cp * cp).astype(np.int64).reshape(cp, cp)
+        for rank, hop, amount in (
+            (plan.tile_rank, plan.tile_hop, plan.tiles.area()),
+            (keys.receiver, keys.hop, keys.tokens),
+            (keys.sender, keys.hop, keys.tokens),
+            (grads.receiver, grads.hop, grads.tokens),
+            (grads.sender, grads.hop, grads.tokens),
+        )
+    ]
+    return Report(plan.n, plan.layout.tokens_per_rank, slots, *tables)

@@ -111,36 +111,33 @@ class Conditions:
 class AttentionTime:
     """Predicted seconds of one layer's attention, for forward and for backward.
 
-    compute, moving: [members, stages], the seconds that each stage of each member of the ring
-    computes, and that data moves meanwhile.
-    hops: the hop of each stage of forward.
+    compute, moving: [2, members, stages], the seconds that each stage of forward and of backward
+    computes on each member of the ring, and that data moves meanwhile.
+    hops: the hop of each stage of forward, [members, stages - 1]; its last stage is empty.
     host: [members], the seconds in which hosts issue forward; those of backward are twice as many.
     exchange: the seconds of the exchange of heads that nothing hides.
     ideal: one kernel call on the whole sequence, divided evenly among the ranks.
     """
 
-    compute: tuple[Floats, Floats]
-    moving: tuple[Floats, Floats]
+    compute: Floats
+    moving: Floats
     hops: Ints
     host: Floats
     exchange: tuple[float, float]
     ideal: tuple[float, float]
 
     @property
-    def stages(self) -> tuple[Floats, Floats]:
+    def stages(self) -> Floats:
         """The seconds of each stage."""
-        forward, backward = map(np.maximum, self.compute, self.moving)
-        return forward, backward
+        return np.maximum(self.compute, self.moving)
 
     def _slowest(self, passes: int) -> tuple[float, float]:
         """Return the seconds of the slowest rank in the first `passes` of forward and backward, and
         the part of them in which it waits.
         """
-        device = [stages.sum(1) for stages in self.stages[:passes]]
-        total = np.sum(
-            [np.maximum(each, self.host * n) for n, each in enumerate(device, 1)], axis=0
-        )
-        busy = np.sum([compute.sum(1) for compute in self.compute[:passes]], axis=0)
+        hosts = np.multiply.outer([1, 2], self.host)
+        total = np.maximum(self.stages.sum(2), hosts)[:passes].sum(0)
+        busy = self.compute[:passes].sum((0, 2))
         exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
         return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
 
@@ -258,48 +255,42 @@ class Traffic:
             keys = (self._moving[..., ends] - self._moving[..., first]).max(0)
             sent, returned = own.on_wire()
             links = keys, keys * returned / sent
-        keys, gradients = (seconds[:, : len(first)] for seconds in links)
-        keys, gradients = (seconds + (seconds > 0) * rates.start for seconds in (keys, gradients))
+        moving = np.stack(links)[..., : len(first)]
+        moving += (moving > 0) * rates.start
         pairs, read = (np.add.reduceat(table, first, 1) for table in (self.pairs, self.keys))
         results = np.maximum.reduceat(self.results, first, 1)
         results[:, 0] = 0  # nothing is there to merge them with
-        merged = rates.merging / rates.memory * (own.element + 8)  # a part, and float32 twice
-        merges = (
-            results * own.out_width * merged,
-            (results * own.query_width + read * own.key_width) * merged,
+        # of forward and of backward
+        merged = np.stack(
+            [results * own.out_width, results * own.query_width + read * own.key_width]
         )
+        of_merge = rates.merging / rates.memory * (own.element + 8)  # a part, and float32 twice
         of_calls = np.array([rates.call, rates.packed]) * groups
         calls = np.tensordot(of_calls, np.maximum.reduceat(self.calls, first, 3).sum(1), 1)
         # one processor computes the longest blocks of its heads, a group after another
         alone = rates.processors * groups / (own.batch * own.heads)
         longest = np.maximum.reduceat(self.longest, first, 2) * alone
-        speeds, of_pair = (rates.forward, rates.backward), given.pair_seconds(self.heads)
-        there, back = (
-            np.maximum(pairs, blocks) * pair + read * flops / speed + calls + beside
-            for blocks, pair, flops, speed, beside in zip(
-                longest, of_pair, own.decode_flops, speeds, merges, strict=True
-            )
-        )
-        live = (there + keys + gradients) > 0
+        of_pair = given.pair_seconds(self.heads)
+        decoding = np.divide(own.decode_flops, (rates.forward, rates.backward))
+        of_pairs, of_keys = (np.reshape(each, (2, 1, 1)) for each in (of_pair, decoding))
+        compute = np.maximum(pairs, longest) * of_pairs + read * of_keys + calls
+        compute += merged * of_merge
+        live = compute[0] + moving.sum(0) > 0
         live[:, 0] = True
-        # a rank skips hops without work and messages
+        # a rank skips hops without work and messages; backward has a stage more
         hops_of_rank, order = live.sum(1), np.argsort(~live, 1, kind="stable")
-        there, back, keys, gradients = (
-            np.take_along_axis(table, order, 1) for table in (there, back, keys, gradients)
-        )
-        none = np.zeros((len(there), 1))
-        moving = (
-            np.concatenate([keys[:, 1:], none], 1),
-            np.concatenate([keys[:, 1:], none, none], 1) + np.concatenate([none, gradients], 1),
-        )
-        back = np.concatenate([back, none], 1)
+        tables = np.zeros((4, len(live), len(first) + 1))
+        tables[..., :-1] = np.take_along_axis(np.concatenate([compute, moving]), order[None], 2)
+        there, back, keys, gradients = tables
         back[:, 0] /= 2
         back[np.arange(len(back)), hops_of_rank] += back[:, 0]
-        compute = there, back
+        keys = np.roll(keys, -1, 1)
+        compute = np.stack([there, back])
+        moving = np.stack([keys, keys + np.roll(gradients, 1, 1)])
         tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
         forward, backward = (
-            given.exchange(tokens, self.heads, float(stages.sum(1).max()))
-            for stages in map(np.maximum, compute, moving)
+            given.exchange(tokens, self.heads, float(device))
+            for device in np.maximum(compute, moving).sum(2).max(1)
         )
         exchange, one_call = (forward, backward), (ideal * of_pair[0], ideal * of_pair[1])
         host = hops_of_rank * rates.host

@@ -23,7 +23,7 @@ import numpy as np
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.moves import Moves, places
-from cp_ring.plan.ranges import Ints, integers, runs, short
+from cp_ring.plan.ranges import Ints, integers, short
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,12 +127,12 @@ class Pieces:
         owner = self.owner
         count = len(self.owner)
         pairs, which = np.unique(owner[piece] * count + source, return_inverse=True)
-        receiver = pairs // count
-        source = pairs % count
+        receiver, source = np.divmod(pairs, count)
         target = _numbers(receiver)
         number = np.zeros(count, np.int64)
         number[table] = _numbers(owner[table])
-        moves = _joined(self.layout.cp, owner[source], receiver, number[source], target)
+        ends = owner[source], receiver, number[source], target
+        moves = Moves.joined(self.layout.cp, *ends, np.ones_like(source))
         return Round(piece, target[which], moves)
 
     def halo(self, width: int) -> Halo:
@@ -147,14 +147,15 @@ class Pieces:
         reader = np.broadcast_to(owner[:, None], context.shape)
         far = (context >= 0) & (holder != reader)
         pairs, which = np.unique(reader[far] * n + context[far], return_inverse=True)
-        receiver = pairs // n
+        receiver, token = np.divmod(pairs, n)
         arrives = _numbers(receiver)
-        leaving, source = np.unique(pairs % n, return_inverse=True)
+        leaving, source = np.unique(token, return_inverse=True)
         sender = places(self.layout, leaving)[0]
         place[far] = self.layout.tokens_per_rank[reader[far]] + arrives[which]
         place[context < 0] = -1
         source, sender = _numbers(sender)[source], sender[source]
-        moves = _joined(self.layout.cp, sender, receiver, source, arrives)
+        ends = sender, receiver, source, arrives
+        moves = Moves.joined(self.layout.cp, *ends, np.ones_like(source))
         return Halo(place, leaving, moves)
 
     def _before(self, token: Ints) -> Ints:
@@ -171,11 +172,3 @@ def _numbers(group: Ints) -> Ints:
     number = np.empty_like(group)
     number[order] = np.arange(len(group)) - np.searchsorted(group[order], group[order])
     return number
-
-
-def _joined(cp: int, sender: Ints, receiver: Ints, source: Ints, target: Ints) -> Moves:
-    """Return moves of single tokens, those that lie end to end as one range."""
-    steps = np.diff(np.stack([sender, receiver, source, target]))
-    first, last = runs((steps != [[0], [0], [1], [1]]).any(0), len(sender))
-    tokens = last - first + 1
-    return Moves(cp, sender[first], receiver[first], source[first], target[first], tokens)
