@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -104,9 +106,12 @@ def _of_whole_images(
     constructor(self, config, *args, **kwargs)
 
 
-def _collate_masks() -> None:
+@contextmanager
+def _collating_masks() -> Iterator[None]:
     """Let torch's data loader collate samples with masks: it makes a list of the masks."""
     default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
+    yield
+    del default_collate_fn_map[Mask]
 
 
 PATCH = Patch(
@@ -135,6 +140,5 @@ PATCH = Patch(
         "megatron.core.transformer.experimental_attention_variant.absorbed_mla."
         "AbsorbedMLASelfAttention.__init__": _with_all_gather,
     },
-    enter=_collate_masks,
-    leave=lambda: default_collate_fn_map.pop(Mask, None),
+    within=_collating_masks,
 )

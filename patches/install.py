@@ -17,7 +17,7 @@ from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.compat import check_version, development
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.settings import configure, current, flags
+from cp_ring.megatron.settings import configure, flags
 
 
 def install(argv: Sequence[str]) -> Options:
@@ -85,9 +85,3 @@ def install_for_model(args: argparse.Namespace, config: Options) -> None:
     is built. Raises `ConfigError` if a patch rejects the installed Megatron.
     """
     patches.apply_for(Asked(args), config, ("mtp_roll", "moe_aux_loss", "recurrent_layers"))
-
-
-def log_steps() -> None:
-    """Make Megatron's training loop record the times of steps, if they are sampled."""
-    if current().timing:
-        patches.get("step_line").apply()

@@ -7,20 +7,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
-from cp_ring.megatron.wrapping import loaded_modules
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.core.transformer.multi_token_prediction as module
-    from megatron.core.models.gpt import gpt_model  # noqa: F401
 
     from cp_ring.megatron.adapter import next_tokens
 
     if "tensors" in inspect.signature(module.roll_tensor).parameters:
         raise ImportError("multi-token prediction of Megatron's development branch is not known")
-    modules = loaded_modules("megatron.core")
-    yield from replace_everywhere(modules, "roll_tensor", next_tokens.roll_in_documents)
+    yield module, "roll_tensor", next_tokens.roll_in_documents
 
 
 PATCH = Patch(

@@ -16,8 +16,8 @@ import torch
 
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.plans import layout_of
-from cp_ring.megatron.wrapping import Function, arguments_of, loaded_modules
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.megatron.wrapping import Function, arguments_of
+from cp_ring.patches.patch import Patch, Replacement
 
 _NAME = "get_pos_emb_on_this_cp_rank"
 
@@ -48,14 +48,14 @@ def _of_model(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _replacements() -> Iterator[Replacement]:
     from megatron.core.models.common.embeddings import (
+        rope_utils,
         rotary_pos_embedding,
         yarn_rotary_pos_embedding,
     )
 
     from cp_ring.megatron.adapter.rotary import selecting
 
-    modules = loaded_modules("megatron.core.models")
-    yield from replace_everywhere(modules, _NAME, positions_by_layout)
+    yield rope_utils, _NAME, positions_by_layout
     for owner in (
         rotary_pos_embedding.RotaryEmbedding,
         yarn_rotary_pos_embedding.YarnRotaryEmbedding,
