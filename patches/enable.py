@@ -16,7 +16,6 @@ from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.compat import check_version, development
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import configure
-from cp_ring.patches.install import choose_for_gpu
 
 
 def enable(
@@ -62,7 +61,6 @@ def enable(
     if said := development():
         note(said)
     patches.apply_for(Asked(argparse.Namespace(program=True, packed=packed)), used)
-    choose_for_gpu()
     configure(used, whole_rows=False, row=seq_length)
     program.begin(program.Program(seq_length, micro_batch_size, packed))
     return used

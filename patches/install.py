@@ -51,19 +51,7 @@ def install(argv: Sequence[str]) -> Options:
     whole = asked.dataloader_inter_document_masking or splits_packed(asked, config)
     configure(config, whole_rows=bool(whole))
     patches.apply_for(asked, config)
-    choose_for_gpu()
     return config
-
-
-def choose_for_gpu() -> None:
-    """Choose plans by the rates of this rank's GPU from now on, also on ranks without attention
-    layers, which split batches too.
-    """
-    import torch  # slow
-
-    from cp_ring.comm.groups import choose_for
-
-    choose_for(torch.device("cuda"))
 
 
 def asked_of(argv: Sequence[str]) -> Asked:

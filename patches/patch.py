@@ -116,11 +116,6 @@ class Patch:
         problem = self.rejection()
         return f"rejected: {problem}" if problem else "not applied"
 
-    def describe(self) -> dict[str, str]:
-        """Return the patch as an entry of `cp_ring.patches.table()`."""
-        told = {name: getattr(self, name) for name in ("name", "what", "why", "upstream")}
-        return told | {"state": self.state()}
-
 
 @RUNTIME.cache()
 def signatures() -> dict[str, dict[str, list[str | None]]]:

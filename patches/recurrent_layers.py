@@ -13,7 +13,6 @@ under context parallelism, because these layers get attention's type of communic
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from pkgutil import resolve_name
@@ -23,7 +22,7 @@ from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS, letters_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import current
-from cp_ring.megatron.wrapping import Function, around, replaced
+from cp_ring.megatron.wrapping import Function, replaced
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -40,7 +39,7 @@ def _replacements() -> Iterator[Replacement]:
     for name, letter, train in kinds:
         with suppress(ImportError, AttributeError):  # versions differ
             layer = resolve_name(f"megatron.core.ssm.{name}")
-            yield layer, "__init__", recurrent.built_as(letter)(_without_type(layer.__init__))
+            yield layer, "__init__", recurrent.built_as(letter)(layer.__init__)
             yield layer, "forward", recurrent.training_by(train)(layer.forward)
 
 
@@ -63,13 +62,6 @@ def _of_variant(specs: Function, config: Any, **kwargs: Any) -> list[Any]:
         "megatron.core.models.gpt.experimental_attention_variant_module_specs"
     )
     return variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
-
-
-@around
-def _without_type(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    if "cp_comm_type" not in inspect.signature(constructor).parameters:  # before 0.19
-        kwargs.pop("cp_comm_type", None)
-    constructor(layer, *args, **kwargs)
 
 
 def _needed(args: Asked, options: Options) -> bool:

@@ -25,6 +25,9 @@ def around(hook: Function) -> Callable[[Function], Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return hook(original, *args, **kwargs)
 
+        for name in ("cache_clear", "cache_info"):  # Megatron clears the cache of one function
+            if hasattr(original, name):
+                setattr(call, name, getattr(original, name))
         return call
 
     return wrap

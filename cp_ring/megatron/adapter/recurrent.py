@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,8 @@ def built_as(letter: str) -> Function:
         groups = copy.copy(pg_collection)
         if in_force().recurrent in ("states", letter):
             groups.cp = ONE_RANK
+        if "cp_comm_type" not in inspect.signature(construct).parameters:  # before 0.19
+            named.pop("cp_comm_type", None)
         construct(layer, *args, pg_collection=groups, **named)
         layer.cp_ring_group = pg_collection.cp
         config = Asked(layer.config)
