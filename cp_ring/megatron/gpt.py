@@ -131,26 +131,24 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
             "at most 2 stages"
         )
     extra = _needed_by_every_stage()
-    if not extra:
-        if not ends:
-            return nothing
-        batch = _next_batch(data_iterator)
-        check_rows(batch, parallel_state.get_context_parallel_group())
-        whole = _mrope_positions(batch)
-        return nothing | on_this_cp_rank(batch, rank, cp) | whole | _weight(batch)
+    if not extra and not ends:
+        return nothing
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
     weight = _weight(batch)
     check_rows(batch, parallel_state.get_context_parallel_group())
-    entry = batch.pop(extra)
+    entry = batch.pop(extra, None)
+    carried: MicrobatchMask | None = None
     if extra == "cu_seqlens":
         rows, ring = int(entry[-1]) // get_args().seq_length, in_force()
-        carried: MicrobatchMask = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
-    else:
-        declared = declare(entry, len(entry), entry[0].n, cp)
-        batch, carried = with_positions(batch, declared), declared
-    whole = _mrope_positions(batch)
-    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | whole
-    return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)} | weight
+        carried = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
+    elif extra:
+        carried = declared = declare(entry, len(entry), entry[0].n, cp)
+        batch = with_positions(batch, declared)
+    whole = _mrope_positions(batch) | weight
+    if carried is None:
+        return nothing | on_this_cp_rank(batch, rank, cp) | whole
+    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()}
+    return nothing | parts | whole | {"packed_seq_params": DocumentParams.carry(carried)}
 
 
 def _weight(batch: Microbatch) -> Microbatch:
@@ -260,37 +258,23 @@ def _first_or_last_stage(vp_stage: int | None) -> bool:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Return Megatron's settings of the data sets from its flags, without attention masks."""
+    """Return Megatron's settings of the data sets from its flags, most of which have their names,
+    without attention masks.
+    """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    wanted = {
+    wanted = vars(args) | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "split": args.split,
         "path_to_cache": args.data_cache_path,
         "tokenizer": build_tokenizer(args),
         "create_attention_mask": False,
         "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
         "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
         "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    same_name = (
-        "multiple_validation_sets",
-        "full_validation",
-        "num_dataset_builder_threads",
-        "mmap_bin_files",
-        "reset_position_ids",
-        "reset_attention_mask",
-        "eod_mask_loss",
-        "object_storage_cache_path",
-        "mid_level_dataset_surplus",
-        "allow_ambiguous_pad_tokens",
-        "context_parallel_size",
-        "data_parallel_size",
-    )
-    wanted |= {name: getattr(args, name) for name in same_name if hasattr(args, name)}
-    wanted["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
     return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
 
 

@@ -182,8 +182,7 @@ class RingDotProductAttention(PlannedAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
-            sizes = query.shape[0], key.shape[0]
-            self.check_batch_mask(attention_mask, mask, *sizes, packed_seq_params)
+            self.check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params)

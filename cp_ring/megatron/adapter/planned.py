@@ -163,15 +163,10 @@ class PlannedAttention(MegatronModule):
         return with_choice(spec, kind, self.ring, self.config, tp, group)
 
     def check_batch_mask(
-        self,
-        attention_mask: torch.Tensor,
-        mask: str,
-        queries: int,
-        tokens: int,
-        packed_seq_params: Any,
+        self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any
     ) -> None:
-        """Raise `ConfigError` unless the mask tensor is the declared causal mask of the last
-        `queries` of this rank's `tokens`.
+        """Raise `ConfigError` unless the mask tensor is the declared causal mask of this rank's
+        `tokens`.
         """
         if packed_seq_params is not None or mask != "causal":
             declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
@@ -183,7 +178,7 @@ class PlannedAttention(MegatronModule):
 
         cp = self.cp_group.size()
         layout = layout_of(self.ring.split, tokens * cp, cp)
-        accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
+        accept_causal(attention_mask, layout, self.cp_group.rank())
 
 
 def mask_of(mask_type: Any, packed: bool = True) -> str:
