@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked
+from cp_ring.megatron.adapter.notes import note
+from cp_ring.megatron.compat import development
 from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch
 from cp_ring.runtime import RUNTIME
@@ -58,6 +60,8 @@ def apply_for(args: Asked, options: Options, names: Iterable[str] = ()) -> None:
         raise ConfigError(*(problem.removeprefix("rejected: ") for problem in problems))
     for patch in needed:
         patch.apply()
+    if said := development():
+        note(said)
     choose_for(torch.device("cuda"))  # ranks without attention layers split batches too
 
 

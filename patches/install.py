@@ -13,8 +13,7 @@ from typing import Any
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.compat import check_version, development
+from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import configure, flags
@@ -45,8 +44,6 @@ def install(argv: Sequence[str]) -> Options:
             raise ConfigError(
                 "--cp-ring: torch finds no CUDA device here; add --cp-ring-cpu to train on the CPU"
             )
-    if said := development():
-        note(said)
     asked = asked_of(argv)
     whole = asked.dataloader_inter_document_masking or splits_packed(asked, config)
     configure(config, whole_rows=bool(whole))

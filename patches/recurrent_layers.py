@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -22,7 +23,7 @@ from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS, letters_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import current
-from cp_ring.megatron.wrapping import Function, replaced
+from cp_ring.megatron.wrapping import Function, around, replaced
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -39,8 +40,8 @@ def _replacements() -> Iterator[Replacement]:
     for name, letter, train in kinds:
         with suppress(ImportError, AttributeError):  # versions differ
             layer = resolve_name(f"megatron.core.ssm.{name}")
-            yield layer, "__init__", recurrent.built_as(letter)(layer.__init__)
-            yield layer, "forward", recurrent.training_by(train)(layer.forward)
+            yield layer, "__init__", around(partial(recurrent.build, letter))(layer.__init__)
+            yield layer, "forward", around(partial(recurrent.run, train))(layer.forward)
 
 
 def _of_any_heads(check: Function, config: Any) -> None:

@@ -28,7 +28,7 @@ from cp_ring.megatron.adapter.compat import known_arguments
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
-from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
+from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank
 from cp_ring.megatron.settings import current
 
 Microbatch = dict[str, Any]
@@ -56,13 +56,9 @@ def _read_and_broadcast(
     extra = _needed_by_every_stage()
     group = parallel_state.get_tensor_model_parallel_group()
     if data_iterator is None and extra and group.rank() == 0:
-        flags = {
-            "cu_seqlens": ("--cp-ring-document-mask", "document boundaries"),
-            KEY: ("--cp-ring-mask-kinds", "masks"),
-        }
         raise ConfigError(
-            f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} "
-            "come"
+            f"{in_force().expected}: this pipeline stage has no data set, from which documents and "
+            "masks come"
         )
     data: dict[str, torch.Tensor] = {}
     carried: Microbatch = {}
@@ -143,7 +139,7 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
         carried = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
     elif extra:
         carried = declared = declare(entry, len(entry), entry[0].n, cp)
-        batch = with_positions(batch, declared)
+        batch = declared.with_positions(batch)
     whole = _mrope_positions(batch) | weight
     if carried is None:
         return nothing | on_this_cp_rank(batch, rank, cp) | whole
@@ -278,20 +274,16 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
 
 
-def _kind_of_dataset(args: argparse.Namespace) -> type:
-    if getattr(args, "sft", False):
-        from cp_ring.megatron.data.sft import PackedConversations
-
-        return PackedConversations
-    return MockGPTDataset if args.mock_data else GPTDataset
-
-
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """Return the training, validation and test data sets from --data-path (or similar flags) or
     --mock-data; with --sft they hold conversations.
     """
     args = get_args()
-    kind = _kind_of_dataset(args)
+    kind: type = MockGPTDataset if args.mock_data else GPTDataset
+    if getattr(args, "sft", False):
+        from cp_ring.megatron.data.sft import PackedConversations
+
+        kind = PackedConversations
 
     def built_here() -> bool:
         wanted = _needed_by_every_stage() or _first_or_last_stage(vp_stage)

@@ -43,21 +43,6 @@ def loaded_modules(prefix: str) -> list[Any]:
     return [module for name, module in [*sys.modules.items()] if name.startswith(prefix) and module]
 
 
-def before_first_call(module: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with `module` before its first forward pass, once for each `name`.
-
-    By then the constructors of subclasses have made all submodules.
-    """
-    if name in vars(module):
-        return
-
-    def once(layer: Any, *_: Any) -> None:
-        vars(layer)[name].remove()
-        act(layer)
-
-    vars(module)[name] = module.register_forward_pre_hook(once)
-
-
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """Set attributes, given as (owner, name, value), and restore them afterwards. An owner that had

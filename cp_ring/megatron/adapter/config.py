@@ -45,7 +45,7 @@ class RingConfig(CallSettings):
         document_mask: every microbatch in sbhd carries its documents.
         declared_masks: every microbatch carries the mask that its batch declares.
         recurrent: what the ranks of recurrent layers exchange: heads or states, or the letter of
-            the layers that exchange states (see `recurrent.built_as`).
+            the layers that exchange states (see `recurrent.build`).
     """
 
     compare_every: int = 16

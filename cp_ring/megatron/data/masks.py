@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import Split
@@ -36,12 +37,19 @@ class DeclaredMask(MicrobatchMask):
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
 
-    @property
-    def own_positions(self) -> bool:
-        """Return True if a token's position in some batch row differs from its index."""
+    def with_positions(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors [b, n] with the mask's position ids, if a token's position in some
+        batch row differs from its index. Position ids with sections do not change.
+        """
+        ids = whole.get("position_ids")
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
         first, position = self.whole.segments
-        return not np.array_equal(first, starts) or bool(position.any())
+        stock = np.array_equal(first, starts) and not position.any()
+        if ids is None or ids.dim() == 3 or stock:
+            return whole
+        return whole | {
+            "position_ids": torch.from_numpy(self.whole.positions).view(ids.shape).to(ids)
+        }
 
 
 def _narrowed_before(mask: Mask, window: tuple[int, int]) -> Mask:

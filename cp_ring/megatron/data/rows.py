@@ -68,17 +68,3 @@ def check_length(n: int, cp: int) -> None:
             f"{current().layout}: pad them to a multiple of {chunks}, and make the mask with "
             f"n={-(-n // chunks) * chunks}"
         )
-
-
-def with_positions(
-    whole: dict[str, torch.Tensor], declared: DeclaredMask
-) -> dict[str, torch.Tensor]:
-    """Return the tensors [b, n] with the mask's position ids, if it has its own. Position ids with
-    sections do not change.
-    """
-    ids = whole.get("position_ids")
-    if ids is None or ids.dim() == 3 or not declared.own_positions:
-        return whole
-    return whole | {
-        "position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)
-    }
