@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.wrapping import Function, arguments_of
 from cp_ring.patches.patch import Patch
 
@@ -33,7 +32,7 @@ def _positions_by_layout(
     ring = in_force()
     if ring.by_microbatch:
         return pos_emb
-    layout = layout_of(ring.split, pos_emb.shape[seq_dim], cp_group.size())
+    layout = ring.split.layout_of(pos_emb.shape[seq_dim], cp_group.size())
     return layout.shard(pos_emb, cp_group.rank(), seq_dim)
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.megatron.adapter.unsupported import recomputes_attention
+from cp_ring.megatron.adapter.asked import Asked, recomputes_attention
 from cp_ring.megatron.wrapping import Function, around
 from cp_ring.options import CallSettings
 from cp_ring.plan.sizes.attention_sizes import WIRES

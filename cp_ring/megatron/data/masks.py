@@ -16,7 +16,6 @@ import torch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask, narrowed
-from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -32,7 +31,7 @@ class DeclaredMask(MicrobatchMask):
         """Join the masks of batch rows, which have the same length. `split` splits each batch row
         separately.
         """
-        layouts = [layout_of(split, mask.n, cp, partial(_narrowed_before, mask)) for mask in masks]
+        layouts = [split.layout_of(mask.n, cp, partial(_narrowed_before, mask)) for mask in masks]
         if len(masks) == 1:
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))

@@ -14,7 +14,6 @@ from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.microbatch_mask import KEY
-from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.settings import current
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
         return batch
     split = in_force().split
     return {
-        name: layout_of(split, tensor.shape[1], cp).shard(tensor, rank, 1)
+        name: split.layout_of(tensor.shape[1], cp).shard(tensor, rank, 1)
         for name, tensor in batch.items()
     }
 
