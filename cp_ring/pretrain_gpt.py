@@ -16,7 +16,7 @@ from cp_ring.megatron import progress, signals
 from cp_ring.megatron.ending import ending_soon
 from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.patches.install import install, log_steps
+from cp_ring.patches.install import install
 
 DOCUMENT_MASK = "--cp-ring-document-mask"
 _FLAGS = ("--calculate-per-token-loss", "--no-create-attention-mask-in-dataloader")
@@ -53,7 +53,6 @@ def main() -> None:
         # these import Megatron, so they come after `install`
         from cp_ring.megatron import compat, gpt
 
-        log_steps()
         gc.freeze()
         gc.enable()
         compat.pretrain(gpt.datasets_provider, gpt.forward_step)

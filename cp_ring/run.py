@@ -21,7 +21,7 @@ from cp_ring.megatron.ending import ending_soon
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import reject, rejecting
-from cp_ring.patches.install import asked_of, install, log_steps
+from cp_ring.patches.install import asked_of, install
 
 _USAGE = "usage: python -m cp_ring.run SCRIPT.py [flags of the script] [--cp-ring] [--cp-ring-cpu]"
 _HELP = {"-h", "--help"}
@@ -52,7 +52,6 @@ def main() -> None:
             _check_batches(script, config)
             if patched:
                 signals.keep_warnings(sys.argv)
-                log_steps()
             runpy.run_path(str(script), run_name="__main__")
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked
+from cp_ring.megatron.adapter.notes import note
+from cp_ring.megatron.compat import development
 from cp_ring.megatron.options import Options
 from cp_ring.patches.patch import Patch
 from cp_ring.runtime import RUNTIME
@@ -42,9 +44,14 @@ def get(name: str) -> Patch:
 
 
 def apply_for(args: Asked, options: Options, names: Iterable[str] = ()) -> None:
-    """Apply the patches that a job needs, or those of `names` that it needs. Raises `ConfigError`
-    if a patch rejects the installed package; then no patch was applied.
+    """Apply the patches that a job needs, or those of `names` that it needs, and choose plans by
+    the rates of this rank's GPU from now on. Raises `ConfigError` if a patch rejects the installed
+    package; then no patch was applied.
     """
+    import torch  # slow
+
+    from cp_ring.comm.groups import choose_for
+
     needed = [
         patch for name in names or patches_by_name() if (patch := get(name)).needed(args, options)
     ]
@@ -53,11 +60,20 @@ def apply_for(args: Asked, options: Options, names: Iterable[str] = ()) -> None:
         raise ConfigError(*(problem.removeprefix("rejected: ") for problem in problems))
     for patch in needed:
         patch.apply()
+    if said := development():
+        note(said)
+    choose_for(torch.device("cuda"))  # ranks without attention layers split batches too
 
 
 def table() -> list[dict[str, str]]:
     """Return one entry per patch: name, what, why, upstream, state."""
-    return [patch.describe() for patch in patches_by_name().values()]
+    return [
+        {
+            **{told: getattr(patch, told) for told in ("name", "what", "why", "upstream")},
+            "state": patch.state(),
+        }
+        for patch in patches_by_name().values()
+    ]
 
 
 def applied() -> list[str]:

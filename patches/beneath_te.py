@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cp_ring.megatron.settings import current
 from cp_ring.patches.patch import Patch
-from cp_ring.runtime import RUNTIME
-
-_undo = RUNTIME.of_process(ExitStack())
 
 
-def _enter() -> None:
+@contextmanager
+def _on_the_ring() -> Iterator[None]:
     from cp_ring.integrations.transformer_engine import COMM_TYPES, use_ring
 
-    _undo.callback(use_ring(COMM_TYPES, **current().of_ring()))
+    undo = use_ring(COMM_TYPES, **current().of_ring())
+    yield
+    undo()
 
 
 PATCH = Patch(
@@ -22,7 +23,5 @@ PATCH = Patch(
     "class",
     why="its own ring rejects windows and sinks, and --cp-ring cannot replace derived classes",
     needed=lambda args, options: options.beneath,
-    replacements=lambda: (),  # use_ring makes its own
-    enter=_enter,
-    leave=_undo.close,
+    within=_on_the_ring,
 )

@@ -14,11 +14,10 @@ from typing import Any
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.settings import current
 from cp_ring.megatron.wrapping import arguments_of
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
-    import megatron.training as package
     import torch.distributed as dist
     from megatron.training import training
 
@@ -52,7 +51,7 @@ def _replacements() -> Iterator[Replacement]:
 
     yield training, "setup_model_and_optimizer", certify_first
     yield training, "train", certify_data
-    yield from replace_everywhere([package, training], "pretrain", pretrain_with)
+    yield training, "pretrain", pretrain_with
 
 
 PATCH = Patch(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -28,13 +30,6 @@ def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any
     constructor(self, *args, **kwargs)
 
 
-def _with_numbers(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    from cp_ring.megatron.adapter.attention import number_predictions
-
-    constructor(self, *args, **kwargs)
-    number_predictions(self)
-
-
 def _with_any_type(check: Function, config: Any) -> None:
     """Call the check with all_gather, which Megatron's sparse attention requires and gets, in place
     of the type of the other layers. Its own eager attention, which is replaced, requires it too.
@@ -50,8 +45,6 @@ def _with_any_type(check: Function, config: Any) -> None:
 def _with_ring(
     constructor: Function, self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
-    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
     from cp_ring.megatron.specs import ring_core_attention
 
     # sparse attention has its own context parallelism
@@ -59,10 +52,6 @@ def _with_ring(
         core = ring_core_attention(submodules.core_attention)
         submodules = dataclasses.replace(submodules, core_attention=core)
     constructor(self, config, submodules, *args, **kwargs)
-    if isinstance(self, MultiLatentAttention):
-        from cp_ring.megatron.adapter import latent_tap
-
-        latent_tap.link(self)
     self.core_attention.positions_by_group = True
 
 
@@ -70,10 +59,12 @@ def _on_its_group(
     forward: Function, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
     """Use the rotary embeddings of packed documents on the group of ranks that shares the
-    microbatch.
+    microbatch, and let core attention find latents.
     """
+    from cp_ring.megatron.adapter import latent_tap
     from cp_ring.megatron.adapter.documents import group_of_microbatch
 
+    latent_tap.link(self)
     groups = self.pg_collection
     group = group_of_microbatch(packed_seq_params, groups.cp)
     if group is not groups.cp:
@@ -104,9 +95,12 @@ def _of_whole_images(
     constructor(self, config, *args, **kwargs)
 
 
-def _collate_masks() -> None:
+@contextmanager
+def _collating_masks() -> Iterator[None]:
     """Let torch's data loader collate samples with masks: it makes a list of the masks."""
     default_collate_fn_map[Mask] = lambda masks, **_: list(masks)
+    yield
+    del default_collate_fn_map[Mask]
 
 
 PATCH = Patch(
@@ -127,7 +121,7 @@ PATCH = Patch(
         "megatron.core.transformer.multi_latent_attention."
         "MultiLatentAttention.forward": _on_its_group,
         "megatron.core.transformer.multi_token_prediction."
-        "MultiTokenPredictionLayer.__init__": _with_numbers,
+        "MultiTokenPredictionLayer.__init__": "cp_ring.megatron.adapter.attention.numbered",
         "megatron.core.models.common.vision_module.vision_module."
         "VisionModule.__init__": _of_whole_images,
         "megatron.core.transformer.transformer_config."
@@ -135,6 +129,5 @@ PATCH = Patch(
         "megatron.core.transformer.experimental_attention_variant.absorbed_mla."
         "AbsorbedMLASelfAttention.__init__": _with_all_gather,
     },
-    enter=_collate_masks,
-    leave=lambda: default_collate_fn_map.pop(Mask, None),
+    within=_collating_masks,
 )

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_ring.megatron.compat import has_training_loop
 from cp_ring.megatron.wrapping import replaced
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch, Replacement
 
 CPU = torch.device("cpu")
 
@@ -232,7 +232,7 @@ def _megatron_replacements() -> Iterator[Replacement]:
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer import multi_token_prediction
         from megatron.core.transformer.dot_product_attention import DotProductAttention
-        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     preparation_data = multiprocessing.spawn.get_preparation_data
@@ -244,13 +244,10 @@ def _megatron_replacements() -> Iterator[Replacement]:
         yield torch.distributed, name, _without(option, getattr(torch.distributed, name))
     yield multiprocessing.spawn, "get_preparation_data", preparation_data_with_patch
     yield random, "_set_cuda_rng_state", _set_rng_state
-    yield from replace_everywhere(
-        [moe_utils, token_dispatcher], "maybe_move_tensor_to_cpu", _counts_of_experts
-    )
+    yield moe_utils, "maybe_move_tensor_to_cpu", _counts_of_experts
     # since 0.20, which looks up classes that do not exist without TransformerEngine
-    yield from replace_everywhere(
-        [multi_token_prediction], "is_inference_column_parallel_linear", _nothing
-    )
+    if hasattr(multi_token_prediction, name := "is_inference_column_parallel_linear"):
+        yield multi_token_prediction, name, _nothing
     if utils.tex is None:  # Megatron splits packed documents by TransformerEngine
         split = SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
         yield utils, "tex", split
@@ -280,31 +277,18 @@ def _megatron_replacements() -> Iterator[Replacement]:
 def _training_replacements() -> Iterator[Replacement]:
     with functions_uncompiled():
         import megatron.training.initialize as initialize
-        import megatron.training.training as training
+        import megatron.training.training  # noqa: F401
 
-    initialize_megatron = initialize.initialize_megatron
-
-    def initialize_without_cuda(*args: Any, **kwargs: Any) -> Any:
-        return initialize_megatron(*args, **(kwargs | {"allow_no_cuda": True}))
-
-    modules = [initialize, training, __import__("megatron.training", fromlist=["x"])]
-    yield from replace_everywhere(modules, "initialize_megatron", initialize_without_cuda)
-    # this function warms up CUDA kernels
-    yield from replace_everywhere(modules, "set_jit_fusion_options", _nothing)
+    name = "initialize_megatron"
+    yield initialize, name, functools.partial(getattr(initialize, name), allow_no_cuda=True)
+    yield initialize, "set_jit_fusion_options", _nothing  # it warms up CUDA kernels
 
 
-_MODE = CudaMeansCpu()
-
-
-def _enter() -> None:
+@contextlib.contextmanager
+def _on_the_cpu() -> Iterator[None]:
     # Megatron compiles small fusions; on the CPU that needs a C++ compiler
-    torch.compiler.set_stance("force_eager")
-    _MODE.__enter__()
-
-
-def _leave() -> None:
-    _MODE.__exit__(None, None, None)
-    torch.compiler.set_stance("default")
+    with torch.compiler.set_stance("force_eager"), CudaMeansCpu():
+        yield
 
 
 def _unneeded() -> str:
@@ -319,14 +303,12 @@ PATCH = Patch(
     order=0,  # before anything imports Megatron
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
-    enter=_enter,
-    leave=_leave,
+    within=_on_the_cpu,
 )
 _WORKER = Patch(
     what="applies the part of cpu_runtime that a spawned process needs",
     why=PATCH.why,
     replacements=_torch_replacements,
     unneeded=_unneeded,
-    enter=_MODE.__enter__,
-    leave=lambda: _MODE.__exit__(None, None, None),
+    within=CudaMeansCpu,
 )

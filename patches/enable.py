@@ -12,11 +12,9 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import program
 from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.compat import check_version, development
+from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import configure
-from cp_ring.patches.install import choose_for_gpu
 
 
 def enable(
@@ -59,10 +57,7 @@ def enable(
     used = replace(config or Options.make(**settings), enabled=True)
     program.check_settings(used, seq_length)
     check_version(core_alone=True)
-    if said := development():
-        note(said)
     patches.apply_for(Asked(argparse.Namespace(program=True, packed=packed)), used)
-    choose_for_gpu()
     configure(used, whole_rows=False, row=seq_length)
     program.begin(program.Program(seq_length, micro_batch_size, packed))
     return used

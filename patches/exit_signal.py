@@ -11,12 +11,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cp_ring.megatron import signals
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
-    import megatron.training.datasets.data_samplers as data_samplers
-    import megatron.training.global_vars as module
+    import megatron.training.dist_signal_handler as module
 
     from cp_ring.megatron.adapter.notes import note
 
@@ -57,7 +56,7 @@ def _replacements() -> Iterator[Replacement]:
         popen: Any = self._popen  # type: ignore[attr-defined]
         popen.terminate = popen.kill
 
-    yield from replace_everywhere([module, data_samplers], "DistributedSignalHandler", Handler)
+    yield module, "DistributedSignalHandler", Handler
     yield BaseProcess, "start", start_apart
 
 

@@ -13,11 +13,10 @@ from typing import Any
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.compat import check_version, development
+from cp_ring.megatron.compat import check_version
 from cp_ring.megatron.flags.checks_documents import splits_packed
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.settings import configure, current, flags
+from cp_ring.megatron.settings import configure, flags
 
 
 def install(argv: Sequence[str]) -> Options:
@@ -45,25 +44,11 @@ def install(argv: Sequence[str]) -> Options:
             raise ConfigError(
                 "--cp-ring: torch finds no CUDA device here; add --cp-ring-cpu to train on the CPU"
             )
-    if said := development():
-        note(said)
     asked = asked_of(argv)
     whole = asked.dataloader_inter_document_masking or splits_packed(asked, config)
     configure(config, whole_rows=bool(whole))
     patches.apply_for(asked, config)
-    choose_for_gpu()
     return config
-
-
-def choose_for_gpu() -> None:
-    """Choose plans by the rates of this rank's GPU from now on, also on ranks without attention
-    layers, which split batches too.
-    """
-    import torch  # slow
-
-    from cp_ring.comm.groups import choose_for
-
-    choose_for(torch.device("cuda"))
 
 
 def asked_of(argv: Sequence[str]) -> Asked:
@@ -85,9 +70,3 @@ def install_for_model(args: argparse.Namespace, config: Options) -> None:
     is built. Raises `ConfigError` if a patch rejects the installed Megatron.
     """
     patches.apply_for(Asked(args), config, ("mtp_roll", "moe_aux_loss", "recurrent_layers"))
-
-
-def log_steps() -> None:
-    """Make Megatron's training loop record the times of steps, if they are sampled."""
-    if current().timing:
-        patches.get("step_line").apply()

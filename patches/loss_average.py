@@ -41,7 +41,7 @@ def _over_all_tokens(
         outputs = loss_func(output, **kwargs)
         if kwargs:  # with `non_loss_data` the function returns something else
             return outputs
-        group = _group_of(model)
+        group = compat.group_of(getattr(unwrapped(model), "pg_collection", None), "cp")
         if len(outputs) == 2:
             return _divided(outputs, output, group, config)
         return average(outputs, group, not config.calculate_per_token_loss)
@@ -105,11 +105,6 @@ def _divided(outputs: tuple[Any, Any], output: Any, group: Any, config: Any) -> 
     # only the last pipeline stage gets here
     note(f"the loss function returns a mean, which {said}: {ask}", first)
     return loss / ranks, report
-
-
-def _group_of(model: Any) -> Any:
-    """Return the context-parallel group of a model, which may be wrapped."""
-    return compat.group_of(getattr(unwrapped(model), "pg_collection", None), "cp")
 
 
 def _sum_of_pair(value: Any, group: Any) -> Any:

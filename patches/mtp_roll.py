@@ -1,5 +1,5 @@
 """Makes multi-token prediction find the next token of the same document: see
-`cp_ring.megatron.adapter.next_tokens`.
+`cp_ring.megatron.next_tokens`.
 """
 
 from __future__ import annotations
@@ -7,20 +7,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
-from cp_ring.megatron.wrapping import loaded_modules
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
     import megatron.core.transformer.multi_token_prediction as module
-    from megatron.core.models.gpt import gpt_model  # noqa: F401
 
-    from cp_ring.megatron.adapter import next_tokens
+    from cp_ring.megatron import next_tokens
 
     if "tensors" in inspect.signature(module.roll_tensor).parameters:
         raise ImportError("multi-token prediction of Megatron's development branch is not known")
-    modules = loaded_modules("megatron.core")
-    yield from replace_everywhere(modules, "roll_tensor", next_tokens.roll_in_documents)
+    yield module, "roll_tensor", next_tokens.roll_in_documents
 
 
 PATCH = Patch(
@@ -31,7 +28,7 @@ PATCH = Patch(
     needed=lambda args, options: options.enabled and args.mtp_num_layers,
     wraps={
         "megatron.core.transformer.multi_token_prediction."
-        "process_mtp_loss": "cp_ring.megatron.adapter.next_tokens.with_all_tokens"
+        "process_mtp_loss": "cp_ring.megatron.next_tokens.with_all_tokens"
     },
     replacements=_replacements,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6205",

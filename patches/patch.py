@@ -11,7 +11,7 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ class Patch:
         wraps: hooks `hook(original, ...)`, or their names, by the name of the function or method
             whose calls they get, as in `package.module.Class.method`.
         replacements: yields other changes (owner, attribute, new value), and changes nothing
-            itself. The owner must have the attribute.
+            itself. The owner must have the attribute. A function of a module of Megatron is
+            replaced in all modules that hold it.
         name: that of the module, which `patches_by_name` sets.
         upstream: address of the upstream issue or pull request, or "".
         unneeded: returns why this installation needs no change, so that `apply` does nothing, or ""
             if it needs one.
-        enter: called after the replacements are made.
-        leave: called before the replacements are undone.
+        within: returns the context in which the process is while the patch is applied.
         needed: says whether a job of these flags and settings needs the patch; by default each job
             with --cp-ring does.
         order: patches with a lower number are applied first, and those of one number by name.
@@ -55,8 +55,7 @@ class Patch:
     name: str = ""
     upstream: str = ""
     unneeded: Callable[[], str] = lambda: ""
-    enter: Callable[[], Any] = lambda: None
-    leave: Callable[[], Any] = lambda: None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
     needed: Callable[[Asked, Options], Any] = lambda args, options: options.enabled
     order: int = 1
     applied: bool = field(default=False, init=False)
@@ -64,16 +63,13 @@ class Patch:
 
     def changes(self) -> list[Replacement]:
         """Return (owner, attribute, new value) of everything that `apply` sets."""
-        found = [*self.replacements()]
-        for name, hook in self.wraps.items():
-            place, _, attribute = name.rpartition(".")
-            owner = pkgutil.resolve_name(place)
+        made = [*self.replacements()]
+        for place, hook in self.wraps.items():
+            owner_name, _, name = place.rpartition(".")
+            owner = pkgutil.resolve_name(owner_name)
             hook = pkgutil.resolve_name(hook) if isinstance(hook, str) else hook
-            original = getattr(owner, attribute)
-            found.append((owner, attribute, around(hook)(original)))
-            if inspect.ismodule(owner):
-                found += held_elsewhere(owner, attribute, found[-1][2])
-        return found
+            made.append((owner, name, around(hook)(getattr(owner, name))))
+        return [each for change in made for each in (change, *_held_elsewhere(*change))]
 
     def apply(self) -> None:
         """Make every replacement, or none. Does nothing if the patch is already applied or
@@ -85,31 +81,23 @@ class Patch:
             return
         if problem := self.rejection():
             raise ConfigError(problem)
-        self._undo.enter_context(replaced(*self.changes()))
+        with ExitStack() as stack:
+            stack.enter_context(replaced(*self.changes()))
+            stack.enter_context(self.within())
+            self._undo = stack.pop_all()
         self.applied = True
-        self.enter()
 
     def revert(self) -> None:
         """Restore what `apply` replaced; do nothing if the patch is not applied."""
-        if not self.applied:
-            return
-        self.leave()
         self._undo.close()
         self.applied = False
 
     def rejection(self) -> str:
         """Return why the patch rejects the installed Megatron, or "". Imports what it replaces."""
-        found = f"patch {self.name}: megatron-core {megatron_version()}"
+        found, problem = f"patch {self.name}: megatron-core {megatron_version()}", ""
         try:
-            problem = next(
-                (
-                    f"{owner} has no {name}"
-                    for owner, name, _ in self.changes()
-                    if not hasattr(owner, name)
-                ),
-                "",
-            )
-        except (ImportError, AttributeError) as error:
+            self.changes()
+        except (ImportError, AttributeError, TypeError) as error:
             problem = one_line(error)
         for function, known in signatures().get(self.name, {}).items():
             parameters = parameters_of(function)
@@ -127,11 +115,6 @@ class Patch:
             return f"not needed: {reason}"
         problem = self.rejection()
         return f"rejected: {problem}" if problem else "not applied"
-
-    def describe(self) -> dict[str, str]:
-        """Return the patch as an entry of `cp_ring.patches.table()`."""
-        told = {name: getattr(self, name) for name in ("name", "what", "why", "upstream")}
-        return told | {"state": self.state()}
 
 
 @RUNTIME.cache()
@@ -162,17 +145,13 @@ def parameters_of(function: str) -> str | None:
     return str(inspect.Signature(plain)).replace("Ellipsis", "...")
 
 
-def replace_everywhere(modules: Iterable[Any], name: str, value: Any) -> list[Replacement]:
-    """Return replacements of `name` in each module that has it, because a module that ran `from x
-    import name` holds its own reference.
-    """
-    return [(module, name, value) for module in modules if hasattr(module, name)]
-
-
-def held_elsewhere(owner: Any, name: str, value: Any) -> list[Replacement]:
-    """Return replacements of a function of the module `owner` in all other modules of Megatron that
-    hold it, because one that ran `from x import name` has its own reference.
+def _held_elsewhere(owner: Any, name: str, value: Any) -> list[Replacement]:
+    """Return replacements of a function or class that the module `owner` defines in all other
+    modules of Megatron that hold it, because one that ran `from x import name` has its own
+    reference.
     """
     held = getattr(owner, name)
+    if getattr(held, "__module__", "") != vars(owner).get("__name__"):
+        return []
     modules = (x for x in loaded_modules("megatron") if x is not owner)
     return [(module, name, value) for module in modules if vars(module).get(name) is held]

@@ -37,11 +37,10 @@ def _sharing(get_batch: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def _replacements() -> Iterator[Replacement]:
-    from megatron.core import utils
-    from megatron.training import training
+    import megatron.training.training  # noqa: F401
 
-    name = "get_batch_on_this_tp_rank"
-    for module in dict.fromkeys([utils, training, *loaded_modules("megatron.")]):
+    name = "get_batch_on_this_tp_rank"  # the branch dev has two
+    for module in loaded_modules("megatron."):
         if hasattr(module, name):
             yield module, name, _sharing(getattr(module, name))
 
@@ -56,7 +55,7 @@ PATCH = Patch(
         and args.cp > 1
         and (options.document_mask or args.sft or args.dataloader_inter_document_masking)
     ),
-    wraps={"megatron.training.training.build_pretraining_data_loader": _planning},
+    wraps={"megatron.training.datasets.data_samplers.build_pretraining_data_loader": _planning},
     replacements=_replacements,
     order=2,
 )

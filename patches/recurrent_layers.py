@@ -13,9 +13,9 @@ under context parallelism, because these layers get attention's type of communic
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -23,14 +23,11 @@ from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS, letters_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.settings import current
-from cp_ring.megatron.wrapping import around, loaded_modules, replaced
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.megatron.wrapping import Function, around, replaced
+from cp_ring.patches.patch import Patch, Replacement
 
 
 def _replacements() -> Iterator[Replacement]:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from cp_ring.megatron.adapter import recurrent
 
     kinds = (
@@ -43,15 +40,11 @@ def _replacements() -> Iterator[Replacement]:
     for name, letter, train in kinds:
         with suppress(ImportError, AttributeError):  # versions differ
             layer = resolve_name(f"megatron.core.ssm.{name}")
-            yield layer, "__init__", recurrent.built_as(letter)(_without_type(layer.__init__))
-            yield layer, "forward", recurrent.training_by(train)(layer.forward)
-    yield TransformerConfig, "__post_init__", _of_any_heads(TransformerConfig.__post_init__)
-    layers = _of_variant(gpt_layer_specs.get_gpt_decoder_layer_specs)
-    yield from replace_everywhere(loaded_modules("megatron"), layers.__name__, layers)
+            yield layer, "__init__", around(partial(recurrent.build, letter))(layer.__init__)
+            yield layer, "forward", around(partial(recurrent.run, train))(layer.forward)
 
 
-@around
-def _of_any_heads(check: Any, config: Any) -> None:
+def _of_any_heads(check: Function, config: Any) -> None:
     """Check the configuration as if each rank had heads of its own, which states do not need."""
     heads = [
         (config, name, count * config.context_parallel_size)
@@ -62,8 +55,7 @@ def _of_any_heads(check: Any, config: Any) -> None:
         check(config)
 
 
-@around
-def _of_variant(specs: Any, config: Any, **kwargs: Any) -> list[Any]:
+def _of_variant(specs: Function, config: Any, **kwargs: Any) -> list[Any]:
     """Return the layers of the decoder; the last one also serves the further predictions."""
     if config.experimental_attention_variant is None:
         return specs(config, **kwargs)
@@ -71,13 +63,6 @@ def _of_variant(specs: Any, config: Any, **kwargs: Any) -> list[Any]:
         "megatron.core.models.gpt.experimental_attention_variant_module_specs"
     )
     return variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
-
-
-@around
-def _without_type(constructor: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    if "cp_comm_type" not in inspect.signature(constructor).parameters:  # before 0.19
-        kwargs.pop("cp_comm_type", None)
-    constructor(layer, *args, **kwargs)
 
 
 def _needed(args: Asked, options: Options) -> bool:
@@ -95,5 +80,10 @@ PATCH = Patch(
     why="Megatron's layers know only the order of the zigzag split, and documents only in thd; "
     "its package does not build models of gated delta net layers with further predictions",
     needed=_needed,
+    wraps={
+        "megatron.core.transformer.transformer_config."
+        "TransformerConfig.__post_init__": _of_any_heads,
+        "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs": _of_variant,
+    },
     replacements=_replacements,
 )

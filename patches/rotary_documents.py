@@ -1,24 +1,11 @@
 """Corrects the rotary position embeddings of packed documents that are split together, as one
-sequence, over the ranks: see `cp_ring.megatron.adapter.packed_rotary`.
+sequence, over the ranks: see `cp_ring.megatron.adapter.rotary`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-
 from cp_ring.megatron.flags.checks_documents import splits_packed
-from cp_ring.patches.patch import Patch, Replacement
-
-
-def _replacements() -> Iterator[Replacement]:
-    import megatron.core.models.common.embeddings.rope_utils as module
-
-    from cp_ring.megatron.adapter.packed_rotary import turned
-
-    turn = functools.partial(turned, module._apply_rotary_pos_emb_bshd)
-    yield module, "_apply_rotary_pos_emb_thd", turn
-
+from cp_ring.patches.patch import Patch
 
 PATCH = Patch(
     what="corrects the rotary embeddings of packed documents that are split together as one "
@@ -28,6 +15,9 @@ PATCH = Patch(
     needed=lambda args, options: (
         options.enabled and (args.dataloader_inter_document_masking or splits_packed(args, options))
     ),
-    replacements=_replacements,
+    wraps={
+        "megatron.core.models.common.embeddings.rope_utils."
+        "_apply_rotary_pos_emb_thd": "cp_ring.megatron.adapter.rotary.turn_documents",
+    },
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6156",
 )

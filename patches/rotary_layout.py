@@ -9,20 +9,21 @@ multi-latent attention, asks for embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.plans import layout_of
-from cp_ring.megatron.wrapping import Function, arguments_of, loaded_modules
-from cp_ring.patches.patch import Patch, Replacement, replace_everywhere
+from cp_ring.megatron.wrapping import Function, arguments_of
+from cp_ring.patches.patch import Patch
 
-_NAME = "get_pos_emb_on_this_cp_rank"
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_SELECT = "cp_ring.megatron.adapter.rotary.select"
 
 
-def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+def _positions_by_layout(
+    _: Function, pos_emb: torch.Tensor, seq_dim: int, cp_group: Any
+) -> torch.Tensor:
     """Return the part of `pos_emb` (the whole sequence along `seq_dim`) for the tokens of this rank
     of `cp_group`.
 
@@ -31,7 +32,7 @@ def positions_by_layout(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> t
     ring = in_force()
     if ring.by_microbatch:
         return pos_emb
-    layout = layout_of(ring.split, pos_emb.shape[seq_dim], cp_group.size())
+    layout = ring.split.layout_of(pos_emb.shape[seq_dim], cp_group.size())
     return layout.shard(pos_emb, cp_group.rank(), seq_dim)
 
 
@@ -46,27 +47,8 @@ def _of_model(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.core.models.common.embeddings import (
-        rotary_pos_embedding,
-        yarn_rotary_pos_embedding,
-    )
-
-    from cp_ring.megatron.adapter.rotary import selecting
-
-    modules = loaded_modules("megatron.core.models")
-    yield from replace_everywhere(modules, _NAME, positions_by_layout)
-    for owner in (
-        rotary_pos_embedding.RotaryEmbedding,
-        yarn_rotary_pos_embedding.YarnRotaryEmbedding,
-    ):
-        yield owner, "forward", selecting(owner.forward)
-    multimodal = rotary_pos_embedding.MultimodalRotaryEmbedding
-    yield multimodal, "forward", selecting(multimodal.forward, by_place=True)
-
-
 PATCH = Patch(
-    what=f"{_NAME} and rotary embeddings follow --cp-ring-layout and the masks of microbatches",
+    what="rotary embeddings follow --cp-ring-layout and the masks of microbatches",
     why="Megatron's rotary embedding assumes the zigzag split, and that each position is the "
     "token's place in the sequence",
     needed=lambda args, options: (
@@ -75,6 +57,9 @@ PATCH = Patch(
     wraps={
         "megatron.core.models.gpt.GPTModel._preprocess": _of_model,
         "megatron.core.models.hybrid.hybrid_model.HybridModel.forward": _of_model,
+        f"{_EMBEDDINGS}.rope_utils.get_pos_emb_on_this_cp_rank": _positions_by_layout,
+        f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward": _SELECT,
+        f"{_EMBEDDINGS}.rotary_pos_embedding.MultimodalRotaryEmbedding.forward": _SELECT,
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.forward": _SELECT,
     },
-    replacements=_replacements,
 )

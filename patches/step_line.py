@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.settings import current
+from cp_ring.megatron.wrapping import replaced
+from cp_ring.patches.patch import Patch
 
 
-def _replacements() -> Iterator[Replacement]:
-    from megatron.training import global_vars, training
+def _sampling() -> AbstractContextManager[None]:
+    from cp_ring.observe import timing
 
-    from cp_ring.megatron.settings import current
-    from cp_ring.megatron.step_timing import step_timing
-    from cp_ring.megatron.training_log import with_times
-
-    timing = step_timing(current().timing)
-    yield training, "training_log", with_times(training.training_log, global_vars, timing)
+    return replaced((timing.SAMPLER, "value", timing.Sampler(current().timing)))
 
 
 PATCH = Patch(
     what="writes the times of the steps that --cp-ring-timing samples to TensorBoard",
     why="Megatron's log function has no hook",
-    needed=lambda args, options: False,  # `install.log_steps` applies this patch
-    replacements=_replacements,
+    needed=lambda args, options: options.enabled and options.timing and not args.program,
+    wraps={"megatron.training.training.training_log": "cp_ring.megatron.step_timing.log_step"},
+    within=_sampling,
 )

@@ -30,7 +30,6 @@ from cp_ring.megatron.data.rows import (
     check_rows,
     declare,
     on_this_cp_rank,
-    with_positions,
 )
 from cp_ring.megatron.settings import current
 from cp_ring.plan.ranges import offsets
@@ -93,9 +92,8 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
             f"{', '.join(map(str, sorted(sizes))) or 'none'}"
         )
     ((count, n),) = sizes
-    others = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor)}
-    _check_rest({name: x for name, x in others.items() if name not in whole}, count, n)
     rest = {name: value for name, value in batch.items() if name not in whole and name != KEY}
+    _check_rest(rest, count, n)
     if KEY not in batch and not current().kinds and not current().document_mask:
         check_length(n, group.size())
         return (
@@ -105,7 +103,7 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         carried: MicrobatchMask = _documents(batch, n, group.size())
     else:
         carried = declared = declare(batch.get(KEY), count, n, group.size())
-        whole = with_positions(whole, declared)
+        whole = declared.with_positions(whole)
     parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
     return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
 
@@ -211,7 +209,10 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
             f"{OFFSETS} ends at {n} tokens, so tensors of a batch must be {(1, n)}, not "
             f"{sizes or 'none'}"
         )
-    _check_rest({name: x for name, x in tensors.items() if name not in whole}, 1, n)
+    rest = {
+        name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED
+    }
+    _check_rest(rest, 1, n)
     together = batch.get(SIZE) is None and current().document_mask
     if together:
         check_length(n, cp)
@@ -227,9 +228,6 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
         )
     ring = replace(in_force(), whole_rows=together or in_force().whole_rows)
     documents = Documents.in_thd(packed, n // cp, cp, ring)
-    rest = {
-        name: value for name, value in batch.items() if name not in whole and name not in _OF_PACKED
-    }
     return (
         rest
         | {name: documents.shard(value, rank) for name, value in whole.items()}
@@ -237,12 +235,14 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     )
 
 
-def _check_rest(tensors: Mapping[str, torch.Tensor], batch: int, n: int) -> None:
+def _check_rest(rest: Mapping[str, Any], batch: int, n: int) -> None:
     """Raise `ConfigError` for a tensor that would stay whole although it holds a value for each
     token of `batch` rows of `n` tokens. The model itself splits position ids with sections, [3, b,
     n].
     """
-    for name, x in tensors.items():
+    for name, x in rest.items():
+        if not isinstance(x, torch.Tensor):
+            continue
         by_row = x.dim() <= 2 and (name in _OF_TOKENS or (x.numel() >= n and x.numel() % n == 0))
         if by_row or (x.dim() > 2 and x.shape[:2] == (batch, n)):
             raise ConfigError(

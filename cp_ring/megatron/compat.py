@@ -36,14 +36,10 @@ def check_version(core_alone: bool = False) -> str:
     With `core_alone`, megatron.training of the same version need not be installed.
     """
     version = megatron_version()
-    if version is None:
+    if version is None or not within(SUPPORTED):
+        found = f"but {version} is installed" if version else "which is not installed"
         raise ConfigError(
-            f"--cp-ring needs megatron-core{SUPPORTED}, which is not installed: pip install "
-            f"'megatron-core[training]{SUPPORTED}'"
-        )
-    if not within(SUPPORTED):
-        raise ConfigError(
-            f"--cp-ring needs megatron-core{SUPPORTED}, but {version} is installed: pip install "
+            f"--cp-ring needs megatron-core{SUPPORTED}, {found}: pip install "
             f"'megatron-core[training]{SUPPORTED}'"
         )
     # a namespace package, whose parts can lie in two folders

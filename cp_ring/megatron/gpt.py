@@ -28,7 +28,7 @@ from cp_ring.megatron.adapter.compat import known_arguments
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
 from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
-from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank, with_positions
+from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank
 from cp_ring.megatron.settings import current
 
 Microbatch = dict[str, Any]
@@ -56,13 +56,9 @@ def _read_and_broadcast(
     extra = _needed_by_every_stage()
     group = parallel_state.get_tensor_model_parallel_group()
     if data_iterator is None and extra and group.rank() == 0:
-        flags = {
-            "cu_seqlens": ("--cp-ring-document-mask", "document boundaries"),
-            KEY: ("--cp-ring-mask-kinds", "masks"),
-        }
         raise ConfigError(
-            f"{flags[extra][0]}: this pipeline stage has no data set, from which {flags[extra][1]} "
-            "come"
+            f"{in_force().expected}: this pipeline stage has no data set, from which documents and "
+            "masks come"
         )
     data: dict[str, torch.Tensor] = {}
     carried: Microbatch = {}
@@ -131,26 +127,24 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
             "at most 2 stages"
         )
     extra = _needed_by_every_stage()
-    if not extra:
-        if not ends:
-            return nothing
-        batch = _next_batch(data_iterator)
-        check_rows(batch, parallel_state.get_context_parallel_group())
-        whole = _mrope_positions(batch)
-        return nothing | on_this_cp_rank(batch, rank, cp) | whole | _weight(batch)
+    if not extra and not ends:
+        return nothing
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
     weight = _weight(batch)
     check_rows(batch, parallel_state.get_context_parallel_group())
-    entry = batch.pop(extra)
+    entry = batch.pop(extra, None)
+    carried: MicrobatchMask | None = None
     if extra == "cu_seqlens":
         rows, ring = int(entry[-1]) // get_args().seq_length, in_force()
-        carried: MicrobatchMask = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
-    else:
-        declared = declare(entry, len(entry), entry[0].n, cp)
-        batch, carried = with_positions(batch, declared), declared
-    whole = _mrope_positions(batch)
-    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()} | whole
-    return nothing | parts | {"packed_seq_params": DocumentParams.carry(carried)} | weight
+        carried = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
+    elif extra:
+        carried = declared = declare(entry, len(entry), entry[0].n, cp)
+        batch = declared.with_positions(batch)
+    whole = _mrope_positions(batch) | weight
+    if carried is None:
+        return nothing | on_this_cp_rank(batch, rank, cp) | whole
+    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()}
+    return nothing | parts | whole | {"packed_seq_params": DocumentParams.carry(carried)}
 
 
 def _weight(batch: Microbatch) -> Microbatch:
@@ -260,46 +254,24 @@ def _first_or_last_stage(vp_stage: int | None) -> bool:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Return Megatron's settings of the data sets from its flags, without attention masks."""
+    """Return Megatron's settings of the data sets from its flags, most of which have their names,
+    without attention masks.
+    """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    wanted = {
+    wanted = vars(args) | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "split": args.split,
         "path_to_cache": args.data_cache_path,
         "tokenizer": build_tokenizer(args),
         "create_attention_mask": False,
         "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
         "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
         "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    same_name = (
-        "multiple_validation_sets",
-        "full_validation",
-        "num_dataset_builder_threads",
-        "mmap_bin_files",
-        "reset_position_ids",
-        "reset_attention_mask",
-        "eod_mask_loss",
-        "object_storage_cache_path",
-        "mid_level_dataset_surplus",
-        "allow_ambiguous_pad_tokens",
-        "context_parallel_size",
-        "data_parallel_size",
-    )
-    wanted |= {name: getattr(args, name) for name in same_name if hasattr(args, name)}
-    wanted["sequence_parallel_size"] = args.tensor_model_parallel_size * args.sequence_parallel
     return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
-
-
-def _kind_of_dataset(args: argparse.Namespace) -> type:
-    if getattr(args, "sft", False):
-        from cp_ring.megatron.data.sft import PackedConversations
-
-        return PackedConversations
-    return MockGPTDataset if args.mock_data else GPTDataset
 
 
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
@@ -307,7 +279,11 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     --mock-data; with --sft they hold conversations.
     """
     args = get_args()
-    kind = _kind_of_dataset(args)
+    kind: type = MockGPTDataset if args.mock_data else GPTDataset
+    if getattr(args, "sft", False):
+        from cp_ring.megatron.data.sft import PackedConversations
+
+        kind = PackedConversations
 
     def built_here() -> bool:
         wanted = _needed_by_every_stage() or _first_or_last_stage(vp_stage)

@@ -31,7 +31,8 @@ def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
     checkpoints and none is whole, the job ends with one line.
     """
     tracker = str(tracker)
-    if "://" in tracker or _word(Path(tracker)) == "release" or _step_is_given():
+    step_is_given = any(word.partition("=")[0] == "--ckpt-step" for word in sys.argv)
+    if "://" in tracker or _word(Path(tracker)) == "release" or step_is_given:
         result: tuple[int, bool] = read_metadata(tracker)
         return result
     with rejecting():
@@ -120,8 +121,3 @@ def _word(tracker: Path) -> str:
         return tracker.read_text().strip()
     except (OSError, ValueError):
         return ""
-
-
-def _step_is_given() -> bool:
-    """Return True if --ckpt-step names the iteration to load."""
-    return any(word.partition("=")[0] == "--ckpt-step" for word in sys.argv)

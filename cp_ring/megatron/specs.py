@@ -49,10 +49,9 @@ def ring_core_attention(core_attention: Any) -> Any:
         )
     if core_attention in _REPLACED:
         return RingDotProductAttention
-    if isinstance(core_attention, type) and issubclass(core_attention, RingDotProductAttention):
+    own = RingDotProductAttention, _Rejected
+    if isinstance(core_attention, type) and issubclass(core_attention, own):
         return core_attention
-    if isinstance(core_attention, type) and issubclass(core_attention, _Rejected):
-        raise ConfigError(core_attention.rejection)
     name = getattr(core_attention, "__name__", repr(core_attention))
     raise ConfigError(
         f"--cp-ring replaces DotProductAttention and TEDotProductAttention, not {name}: give "

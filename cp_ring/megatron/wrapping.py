@@ -25,6 +25,9 @@ def around(hook: Function) -> Callable[[Function], Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return hook(original, *args, **kwargs)
 
+        for name in ("cache_clear", "cache_info"):  # Megatron clears the cache of one function
+            if hasattr(original, name):
+                setattr(call, name, getattr(original, name))
         return call
 
     return wrap
@@ -38,21 +41,6 @@ def arguments_of(function: Function, *args: Any, **kwargs: Any) -> dict[str, Any
 def loaded_modules(prefix: str) -> list[Any]:
     """Return the imported modules whose names begin with `prefix`."""
     return [module for name, module in [*sys.modules.items()] if name.startswith(prefix) and module]
-
-
-def before_first_call(module: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with `module` before its first forward pass, once for each `name`.
-
-    By then the constructors of subclasses have made all submodules.
-    """
-    if name in vars(module):
-        return
-
-    def once(layer: Any, *_: Any) -> None:
-        vars(layer)[name].remove()
-        act(layer)
-
-    vars(module)[name] = module.register_forward_pre_hook(once)
 
 
 @contextmanager

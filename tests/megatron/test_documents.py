@@ -1,6 +1,7 @@
 """Packed documents: boundaries, masks, padding."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -199,9 +200,9 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_layers_of_a_microbatch_share_its_rotary_positions():
+def test_layers_of_a_microbatch_share_its_rotary_positions(monkeypatch):
     """The first one reads the offsets; the others wait for nothing."""
-    from cp_ring.megatron.adapter.packed_rotary import turned
+    from cp_ring.megatron.adapter import rotary
 
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     cu_seqlens = torch.tensor([0, 6, 8, 32], dtype=torch.int32)
@@ -211,12 +212,14 @@ def test_layers_of_a_microbatch_share_its_rotary_positions():
         seen.append(picked.view(-1))
         return x
 
+    monkeypatch.setattr(rotary.rope_utils, "_apply_rotary_pos_emb_bshd", turn)
+    turned = partial(rotary.turn_documents, None, cp_group=group)
     seen, waits = [], Waits()
     for layer in range(3):
         with waits if layer else nullcontext():
-            turned(turn, inputs, cu_seqlens, freqs, cp_group=group)
+            turned(inputs, cu_seqlens, freqs)
     places = torch.cat([torch.arange(8, 16), torch.arange(16, 24)]).float()
     assert all(torch.equal(each, places) for each in seen)  # embeddings of the whole sequence
-    turned(turn, inputs, cu_seqlens, freqs[:24], cp_group=group)
+    turned(inputs, cu_seqlens, freqs[:24])
     assert torch.equal(seen[-1], places - 8)  # of positions in documents
     assert [name for name in waits.found if name != "_to_copy"] == []

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cp_ring import patches
 from cp_ring.comm import groups
 from cp_ring.megatron import enable
 from cp_ring.megatron.adapter import heads_choice, planned
@@ -18,6 +17,7 @@ from cp_ring.megatron.adapter.heads_choice import every_choice, with_choice
 from cp_ring.megatron.flags.resolve import _with_named_type
 from cp_ring.megatron.options import Options
 from cp_ring.patches.install import install
+from cp_ring.patches.patch import Patch
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.sizes.device_rates import NAMED, RATES, running, use
 from cp_ring.plan.time import Conditions
@@ -73,7 +73,7 @@ def test_a_layer_chooses_by_the_gpu_that_runs_it(one_rank, monkeypatch):
 def test_a_rank_without_attention_layers_chooses_by_its_gpu_too(door, monkeypatch):
     """As one that has the embeddings alone: it splits batches."""
     monkeypatch.setattr(groups, "choose_for", lambda device: use("NVIDIA B200"))
-    monkeypatch.setattr(patches, "apply_for", lambda *_: None)
+    monkeypatch.setattr(Patch, "apply", lambda _: None)
     door()
     assert running() == NAMED["b200"]
 

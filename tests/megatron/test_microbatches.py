@@ -99,6 +99,7 @@ def args(monkeypatch):
         num_workers=0, exit_signal_handler=False, eval_micro_batch_size=2, eval_global_batch_size=8,
     )  # fmt: skip
     monkeypatch.setattr(data_samplers, "get_args", lambda: values)
+    monkeypatch.setattr(balanced_sampler.compat, "arguments", lambda: values)
     return values
 
 
@@ -134,12 +135,12 @@ def test_each_row_is_read_by_one_rank(monkeypatch):
     assert sorted(measured) == rows.tolist()
 
 
-def build(args, dataset):
-    return balanced_loader(data_samplers.build_pretraining_data_loader, lambda: args, dataset, 0)
+def build(dataset):
+    return balanced_loader(data_samplers.build_pretraining_data_loader, dataset, 0)
 
 
 def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
-    sampler = build(args, Rows()).batch_sampler
+    sampler = build(Rows()).batch_sampler
     assert (
         isinstance(sampler, BalancedSampler)
         and sampler.microbatches == 2
@@ -149,11 +150,11 @@ def test_only_the_loader_of_training_data_is_changed(args, capsys, monkeypatch):
     assert "in the first step the longest microbatch has" in capsys.readouterr().out
     valid = Rows()
     valid.split = Split.valid
-    assert not isinstance(build(args, valid).batch_sampler, BalancedSampler)
-    assert build(args, None) is None
+    assert not isinstance(build(valid).batch_sampler, BalancedSampler)
+    assert build(None) is None
     args.micro_batch_size = 1
     monkeypatch.setattr(data_samplers.mpu, "get_data_parallel_world_size", lambda: 1)
-    assert not isinstance(build(args, Rows()).batch_sampler, BalancedSampler)
+    assert not isinstance(build(Rows()).batch_sampler, BalancedSampler)
     assert "changes nothing with --micro-batch-size 1" in capsys.readouterr().out
 
 

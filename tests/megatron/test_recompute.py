@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cp_ring.megatron.adapter import recomputation
+from cp_ring.megatron.wrapping import around
 from cp_ring.observe.counters import record
 from tests.megatron.layers import core_attention
 
@@ -132,7 +133,7 @@ def test_a_failed_step_leaves_nothing_behind(ring):
 )
 def test_any_reentrant_checkpoint_in_bfloat16(one_rank, reentrant, hops, kept):
     """TransformerEngine's checkpoint is reentrant too; another kind is right, but replays the ring."""
-    checkpoint = recomputation.keeping(
+    checkpoint = around(recomputation.keeping)(
         lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=reentrant)
     )
     layer, shape = core_attention(), (TOKENS, ROWS, HEADS, HIDDEN // HEADS)

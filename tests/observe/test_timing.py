@@ -64,16 +64,15 @@ def test_a_rank_alone_is_not_slow():
     assert found.line().endswith("waits 100.0 ms (25.0%); waited 20.0 ms for plans")
 
 
-def test_the_last_rank_says_a_line_a_step_later(one_rank, monkeypatch):
+def test_the_last_rank_says_a_line_a_step_later(one_rank, monkeypatch, capsys):
     monkeypatch.setattr(step_timing.compat, "group_of", lambda *_: torch.distributed.group.WORLD)
-    said = []
-    followed = step_timing.step_timing(2)
-    followed.say = said.append
+    timing.SAMPLER.value = timing.Sampler(2)
     findings = []
     for step in range(1, 7):
         timing.at_step(step)
         with spans.span("forward", SimpleNamespace(index=1)):
             sum(range(1000))
-        findings.append([each.step for each in followed.end_of_step(step, last=step == 6)])
+        findings.append([each.step for each in step_timing.end_of_step(step, last=step == 6)])
+    said = capsys.readouterr().out.splitlines()
     assert findings == [[], [], [2], [], [4], [6]] and len(said) == 3
     assert said[0].startswith("cp_ring: timing of step 2: attention computes ")

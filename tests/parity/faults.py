@@ -220,9 +220,7 @@ FAULTS = {
     "tokens of predictions counted by rank": at(
         "megatron.core.transformer.multi_token_prediction.roll_tensor", _rolled_by_rank
     ),
-    "tokens counted by rank": at(
-        "cp_ring.megatron.adapter.next_tokens.CountedMask.sum", _counted_by_rank
-    ),
+    "tokens counted by rank": at("cp_ring.megatron.next_tokens.CountedMask.sum", _counted_by_rank),
     "boundary shifted by one": at("cp_ring.megatron.adapter.documents.Documents.mask", _shifted),
     "documents merged": at("cp_ring.megatron.adapter.documents.Documents.mask", _merged),
     "state in the order of another layout": at(

@@ -24,7 +24,7 @@ from cp_ring.megatron.adapter import compat, recomputation
 from cp_ring.megatron.adapter.config import RingConfig
 from cp_ring.megatron.adapter.layer_offload import saving
 from cp_ring.megatron.adapter.planned import PlannedAttention, mask_of
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import Function, replaced
 from cp_ring.observe import debug, timing, watchdog
 from cp_ring.plan.sizes.attention_sizes import WIRES
 
@@ -98,7 +98,12 @@ class RingDotProductAttention(PlannedAttention):
                 "for tiles: give --attention-dropout 0 (attention_dropout=0.0)"
             )
         self.options = self._make_options()
-        self.tap = self._make_tap()
+        self.tap: LatentTap | None = None
+        if WIRES[self.wire].latent:
+            from cp_ring.megatron.adapter import latent_tap
+
+            latent_tap.check_latent(config, self.spec.ulysses, self.ring)
+            self.tap = latent_tap.LatentTap(self.tp_group)
         self._make_softmax_offset()
         self.register_load_state_dict_pre_hook(_without_extra_state)
         _check_known("core attention arguments", unknown)
@@ -182,8 +187,7 @@ class RingDotProductAttention(PlannedAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
         if attention_mask is not None:
-            sizes = query.shape[0], key.shape[0]
-            self.check_batch_mask(attention_mask, mask, *sizes, packed_seq_params)
+            self.check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params)
@@ -237,17 +241,6 @@ class RingDotProductAttention(PlannedAttention):
             stock.softmax_offset = self.softmax_offset
         return stock.train(self.training)
 
-    def _make_tap(self) -> LatentTap | None:
-        """Return the tap that finds the latents of this layer, or None if latents do not travel;
-        see `cp_ring.megatron.adapter.latent_tap.link`.
-        """
-        if not WIRES[self.wire].latent:
-            return None
-        from cp_ring.megatron.adapter import latent_tap
-
-        latent_tap.check_latent(self.config, self.spec.ulysses, self.ring)
-        return latent_tap.LatentTap(self.tp_group)
-
     def _make_softmax_offset(self) -> None:
         """Set `softmax_offset` [h] to None, a constant, or a parameter."""
         kind, config = getattr(self.config, "softmax_type", "vanilla"), self.config
@@ -296,10 +289,11 @@ class RingDotProductAttention(PlannedAttention):
         return sharded
 
 
-def number_predictions(prediction: Any) -> None:
-    """Name the attention layers inside a layer of multi-token prediction. Megatron gives them the
-    numbers of decoder layers, and messages must tell the two apart.
+def numbered(constructor: Function, prediction: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap the constructor of a layer of multi-token prediction: name the attention layers inside
+    it. Megatron gives them the numbers of decoder layers, and messages must tell the two apart.
     """
+    constructor(prediction, *args, **kwargs)
     layers = [
         module for module in prediction.modules() if isinstance(module, RingDotProductAttention)
     ]

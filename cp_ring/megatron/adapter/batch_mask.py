@@ -19,9 +19,9 @@ All layers of a microbatch get the same tensor.
 """
 
 
-def accept_causal(mask: torch.Tensor, layout: Layout, rank: int, last: int = 0) -> None:
-    """Check that `mask` is the causal mask of the last `last` tokens (0: all) of `rank` in
-    `layout`. Ring attention then ignores it.
+def accept_causal(mask: torch.Tensor, layout: Layout, rank: int) -> None:
+    """Check that `mask` is the causal mask of the tokens of `rank` in `layout`. Ring attention then
+    ignores it.
 
     Args:
         mask: bool [1 or batch, 1 or heads, queries, n keys], true where the query does not see the
@@ -33,7 +33,7 @@ def accept_causal(mask: torch.Tensor, layout: Layout, rank: int, last: int = 0) 
     key = -1 if mask.is_inference() else mask._version, layout, rank
     if key[0] >= 0 and _accepted.get(mask) == key:
         return
-    positions = torch.from_numpy(layout.positions(rank)[-last:]).to(mask.device)
+    positions = torch.from_numpy(layout.positions(rank)).to(mask.device)
     alike = mask.dtype == torch.bool and mask.shape[2:] == (len(positions), layout.n)
     keys = torch.arange(layout.n, device=mask.device)
     equal = torch.tensor(alike, device=mask.device)

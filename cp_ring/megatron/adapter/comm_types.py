@@ -96,7 +96,7 @@ def check_members(
     kind: str | None, spec: PlanSpec, settings: CallSettings, cp: int, model: Any, tp: int
 ) -> None:
     """Raise `ConfigError` unless the ranks can exchange the heads of a tensor-parallel rank, and
-    the schedule has a hop for each member.
+    the schedule has a hop for each member and at most `slot_shards` sources at each hop.
 
     `model` is Megatron's arguments or the configuration of a layer.
     """
@@ -119,16 +119,10 @@ def check_members(
             f"{named} is neither a divisor nor a multiple of the {held} key/value heads of a "
             f"tensor-parallel rank: give {other}"
         )
-    if spec.schedule == settings.schedule:
-        _check_schedule(settings, cp // spec.ulysses)
-
-
-def _check_schedule(settings: CallSettings, members: int) -> None:
-    """Raise `ConfigError` unless the schedule fits a ring of `members` and has at most
-    `slot_shards` sources at each hop.
-    """
+    if spec.schedule != settings.schedule:
+        return
     try:
-        resolve(settings.schedule, members, settings.slot_shards)
+        resolve(settings.schedule, cp // spec.ulysses, settings.slot_shards)
     except PlanError as error:
-        named = str(error).replace("schedule ", "--cp-ring-schedule ", 1)
-        raise ConfigError(named.replace("slot_shards", "--cp-ring-slot-shards")) from None
+        line = str(error).replace("schedule ", "--cp-ring-schedule ", 1)
+        raise ConfigError(line.replace("slot_shards", "--cp-ring-slot-shards")) from None

@@ -1,12 +1,14 @@
-"""The configuration of ring attention in a model's layers."""
+"""The configuration of ring attention in a model's layers, and how it splits their tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_ring.options import CallSettings
-from cp_ring.plan.layout import LAYOUTS
+from cp_ring.plan.layout import LAYOUTS, Layout
+from cp_ring.plan.mask import Mask
 from cp_ring.runtime import RUNTIME
 
 LayerWindows = tuple[tuple[tuple[int, int], int], ...]
@@ -23,6 +25,25 @@ class Split(NamedTuple):
 
     layout: str = "zigzag"
     windows: LayerWindows = EVERY_KEY
+
+    def layout_of(
+        self, n: int, cp: int, mask_of: Callable[[tuple[int, int]], Mask] | None = None
+    ) -> Layout:
+        """Return the layout of a stream of `n` tokens over `cp` ranks.
+
+        A layout that weighs masks, as `balanced` does, balances those of all layers together:
+        `mask_of` gives the mask for each window; by default it is causal.
+        """
+        named = LAYOUTS[self.layout]
+        if mask_of is None or not named.weighs:
+            return _of_rows(self, n, cp)
+        return named.of_layers([(mask_of(window), count) for window, count in self.windows], cp)
+
+
+@RUNTIME.cache(maxsize=16)
+def _of_rows(split: Split, n: int, cp: int) -> Layout:
+    layers = [(Mask.causal(n, window), count) for window, count in split.windows]
+    return LAYOUTS[split.layout].of_layers(layers, cp)
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,7 @@ class RingConfig(CallSettings):
         document_mask: every microbatch in sbhd carries its documents.
         declared_masks: every microbatch carries the mask that its batch declares.
         recurrent: what the ranks of recurrent layers exchange: heads or states, or the letter of
-            the layers that exchange states (see `recurrent.built_as`).
+            the layers that exchange states (see `recurrent.build`).
     """
 
     compare_every: int = 16

@@ -21,7 +21,6 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.ahead import cached
 from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
-from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.plan import ranges
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -206,7 +205,7 @@ def _in_rows(real: bytes, batch: int, cp: int, split: Split) -> Documents:
     layouts = []
     for start in range(0, n * batch, n):
         of_row = offsets[(offsets >= start) & (offsets <= start + n)] - start
-        layouts.append(layout_of(split, n, cp, partial(Mask.documents, of_row, True)))
+        layouts.append(split.layout_of(n, cp, partial(Mask.documents, of_row, True)))
     layout = layouts[0] if batch == 1 else Layout.batch(layouts)
     return Documents(Mask.documents(offsets, False), layout, batch)
 
@@ -276,7 +275,7 @@ def packed_layout(offsets: bytes, cp: int, split: Split) -> Layout:
     offsets: int64 [documents + 1], as bytes.
     """
     edges = np.unique(np.frombuffer(offsets, np.int64))
-    return layout_of(split, int(edges[-1]), cp, partial(Mask.documents, edges, True))
+    return split.layout_of(int(edges[-1]), cp, partial(Mask.documents, edges, True))
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())

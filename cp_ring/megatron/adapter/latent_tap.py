@@ -17,9 +17,8 @@ from torch import Tensor
 
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.asked import Asked
-from cp_ring.megatron.adapter.unsupported import recomputes_attention
-from cp_ring.megatron.wrapping import around, before_first_call
+from cp_ring.megatron.adapter.asked import Asked, recomputes_attention
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.options import CallSettings
 from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
@@ -35,6 +34,7 @@ class LatentTap:
 
     def __init__(self, tp_group: Any) -> None:
         self._tp_group = tp_group
+        self.linked = False
         self._seen: tuple[Tensor, Any] | None = None
 
     def see(self, module: Any, inputs: tuple[Any, ...], _: Any) -> None:
@@ -124,19 +124,15 @@ def check_latent(model: Any, ulysses: int, settings: CallSettings) -> None:
 
 
 def link(attention: Any) -> None:
-    """Give the core attention of a multi-latent attention layer access to its latents, from the
-    layer's first call on.
-
-    Does nothing if latents do not travel. It waits for the first call because constructors of
-    subclasses may replace `linear_kv_up_proj` and core attention.
+    """Give the core attention of a multi-latent attention layer access to its latents, if these
+    travel. Each call of the layer begins with it, and the first one has an effect: constructors of
+    subclasses may have replaced `linear_kv_up_proj` and core attention.
     """
-    if getattr(attention.core_attention, "tap", None) is not None:
-        before_first_call(attention, "_cp_ring_linked", _tap)
-
-
-def _tap(layer: Any) -> None:
-    _check(layer.linear_kv_up_proj)
-    layer.linear_kv_up_proj.register_forward_hook(layer.core_attention.tap.see)
+    tap = getattr(attention.core_attention, "tap", None)
+    if tap is not None and not tap.linked:
+        _check(attention.linear_kv_up_proj)
+        attention.linear_kv_up_proj.register_forward_hook(tap.see)
+        tap.linked = True
 
 
 @RUNTIME.cache()
@@ -145,14 +141,14 @@ def linked(attention_class: Any) -> Any:
     latents of the layer (see `link`). The same class always gives the same subclass.
     """
     own = {name: getattr(attention_class, name) for name in ("__module__", "__doc__")}
-    own["__init__"] = _with_link(attention_class.__init__)
+    own["forward"] = _linking(attention_class.forward)
     return type(attention_class.__name__, (attention_class,), own)
 
 
 @around
-def _with_link(constructor: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    constructor(self, *args, **kwargs)
+def _linking(forward: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     link(self)
+    return forward(self, *args, **kwargs)
 
 
 def _check(module: Any) -> None:

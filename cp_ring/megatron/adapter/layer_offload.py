@@ -28,7 +28,8 @@ def saving(keep: Iterable[Tensor | None], config: Any = None) -> AbstractContext
     kept = [x for x in keep if x is not None]
     for x in kept:
         x._TE_do_not_offload = True  # type: ignore[attr-defined]
-    if not torch.is_grad_enabled() or _in_backward():
+    recomputes = torch._C._current_graph_task_id() != -1  # in backward
+    if not torch.is_grad_enabled() or recomputes:
         return nullcontext()
     context = getattr(config, "_cpu_offloading_context", None)
     if hasattr(context, "on_save_for_backward"):
@@ -48,8 +49,3 @@ def _marked(keep: Iterable[Tensor], context: Any) -> saved_tensors_hooks:
         return context.on_save_for_backward(tensor)
 
     return saved_tensors_hooks(pack, context.on_get_saved_tensor)
-
-
-def _in_backward() -> bool:
-    """Return True if activations are being recomputed."""
-    return torch._C._current_graph_task_id() != -1

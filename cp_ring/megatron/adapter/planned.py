@@ -7,6 +7,7 @@ size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from cp_ring.comm.groups import choose_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
+from cp_ring.megatron.adapter.asked import layer_problem, window_problem
 from cp_ring.megatron.adapter.comm_types import check_members, spec_of_layer
-from cp_ring.megatron.adapter.config import RingConfig, in_force
+from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.documents import (
     ALONE,
     documents_of,
@@ -27,13 +29,13 @@ from cp_ring.megatron.adapter.documents import (
     without_whole_rows,
 )
 from cp_ring.megatron.adapter.heads_choice import with_choice
-from cp_ring.megatron.adapter.plans import layout_of, make_plan
-from cp_ring.megatron.adapter.unsupported import layer_problem, window_problem
 from cp_ring.observe import timing
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import Plan, PlanSpec, plan
+from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
     from cp_ring.attention import AnyPlan
-    from cp_ring.plan.plan import PlanSpec
 
 # packed documents tell their padding
 _PADDED = {"padding_causal": "causal", "padding": "no_mask"}
@@ -163,15 +165,10 @@ class PlannedAttention(MegatronModule):
         return with_choice(spec, kind, self.ring, self.config, tp, group)
 
     def check_batch_mask(
-        self,
-        attention_mask: torch.Tensor,
-        mask: str,
-        queries: int,
-        tokens: int,
-        packed_seq_params: Any,
+        self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any
     ) -> None:
-        """Raise `ConfigError` unless the mask tensor is the declared causal mask of the last
-        `queries` of this rank's `tokens`.
+        """Raise `ConfigError` unless the mask tensor is the declared causal mask of this rank's
+        `tokens`.
         """
         if packed_seq_params is not None or mask != "causal":
             declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
@@ -182,8 +179,23 @@ class PlannedAttention(MegatronModule):
         from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
         cp = self.cp_group.size()
-        layout = layout_of(self.ring.split, tokens * cp, cp)
-        accept_causal(attention_mask, layout, self.cp_group.rank(), queries)
+        layout = self.ring.split.layout_of(tokens * cp, cp)
+        accept_causal(attention_mask, layout, self.cp_group.rank())
+
+
+@RUNTIME.cache(maxsize=64)
+def make_plan(
+    mask: str, n: int, cp: int, window: tuple[int, int], spec: PlanSpec, split: Split
+) -> Plan:
+    """Return the proven plan of Megatron's mask type `causal` or `no_mask` over `n` tokens on `cp`
+    ranks, which all layers share. For documents see `documents`.
+
+    window: the numbers of keys before and after its own position that a query sees; -1 means all.
+
+    Raises `PlanError` if mask, layout, route and schedule do not make a correct plan.
+    """
+    spec = replace(spec, layout=split.layout_of(n, cp))
+    return plan({"causal": Mask.causal, "no_mask": Mask.full}[mask](n, window=window), cp, spec)
 
 
 def mask_of(mask_type: Any, packed: bool = True) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cp_ring.inputs import KeptOutput, Output
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function
 
 _now: contextvars.ContextVar[KeptCall | None] = contextvars.ContextVar(
     "cp_ring_kept_call", default=None
@@ -63,7 +63,6 @@ def current() -> KeptCall | None:
     return _now.get()
 
 
-@around
 def keeping(checkpoint: Function, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap `checkpoint(function, ...)` so that the attention results in `function` are kept if
     gradients are enabled.

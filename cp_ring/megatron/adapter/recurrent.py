@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import ALONE as ONE_RANK
 from cp_ring.megatron.adapter.documents import documents_of
-from cp_ring.megatron.wrapping import Function, around
+from cp_ring.megatron.wrapping import Function
 from cp_ring.plan.layout import Layout
 from cp_ring.recurrent.pieces import Pieces
 from cp_ring.recurrent.proof import verify
@@ -110,57 +111,48 @@ def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
     return made
 
 
-def built_as(letter: str) -> Function:
-    """Return a wrapper of the constructor of a recurrent layer, of this letter in a pattern. With
-    states it has all heads of its tensor-parallel rank, as without context parallelism.
+def build(
+    letter: str, construct: Function, layer: Any, *args: Any, pg_collection: Any, **named: Any
+) -> None:
+    """Wrap the constructor of a recurrent layer, of this letter in a pattern. With states it has
+    all heads of its tensor-parallel rank, as without context parallelism.
     """
-
-    @around
-    def build(
-        construct: Function, layer: Any, *args: Any, pg_collection: Any, **named: Any
-    ) -> None:
-        groups = copy.copy(pg_collection)
-        if in_force().recurrent in ("states", letter):
-            groups.cp = ONE_RANK
-        construct(layer, *args, pg_collection=groups, **named)
-        layer.cp_ring_group = pg_collection.cp
-        config = Asked(layer.config)
-        parts = f"{config.recompute_modules} {config.offload_modules}"
-        if "gdp_" in parts or config.gdp_cutedsl_kernel:
-            raise ConfigError(
-                "--cp-ring does not support gdp_in_proj and gdp_qkv of --recompute-modules and "
-                "--offload-modules, nor --gdp-cutedsl-kernel: leave them out"
-            )
-
-    return build
+    groups = copy.copy(pg_collection)
+    if in_force().recurrent in ("states", letter):
+        groups.cp = ONE_RANK
+    if "cp_comm_type" not in inspect.signature(construct).parameters:  # before 0.19
+        named.pop("cp_comm_type", None)
+    construct(layer, *args, pg_collection=groups, **named)
+    layer.cp_ring_group = pg_collection.cp
+    config = Asked(layer.config)
+    parts = f"{config.recompute_modules} {config.offload_modules}"
+    if "gdp_" in parts or config.gdp_cutedsl_kernel:
+        raise ConfigError(
+            "--cp-ring does not support gdp_in_proj and gdp_qkv of --recompute-modules and "
+            "--offload-modules, nor --gdp-cutedsl-kernel: leave them out"
+        )
 
 
-def training_by(train: Function) -> Function:
-    """Return a wrapper of a layer's `forward`, which runs `train`; in inference, and where a rank
-    has whole batch rows without documents, Megatron's own forward.
+def run(
+    train: Function,
+    forward: Function,
+    layer: Any,
+    hidden_states: Tensor,
+    *args: Any,
+    packed_seq_params: Any = None,
+    inference_context: Any = None,
+    **named: Any,
+) -> Any:
+    """Wrap a layer's `forward`: run `train`; in inference, and where a rank has whole batch rows
+    without documents, Megatron's own forward.
     """
-
-    @around
-    def run(
-        forward: Function,
-        layer: Any,
-        hidden_states: Tensor,
-        *args: Any,
-        packed_seq_params: Any = None,
-        inference_context: Any = None,
-        **named: Any,
-    ) -> Any:
-        alone = packed_seq_params is None and layer.cp_ring_group.size() == 1
-        if inference_context is not None or alone:
-            named |= {"inference_context": inference_context}
-            return forward(
-                layer, hidden_states, *args, packed_seq_params=packed_seq_params, **named
-            )
-        if getattr(layer, "recompute_gdn", False) and layer.training:
-            return checkpoint(lambda x: train(layer, x, packed_seq_params), False, hidden_states)
-        return train(layer, hidden_states, packed_seq_params)
-
-    return run
+    alone = packed_seq_params is None and layer.cp_ring_group.size() == 1
+    if inference_context is not None or alone:
+        named |= {"inference_context": inference_context, "packed_seq_params": packed_seq_params}
+        return forward(layer, hidden_states, *args, **named)
+    if getattr(layer, "recompute_gdn", False) and layer.training:
+        return checkpoint(lambda x: train(layer, x, packed_seq_params), False, hidden_states)
+    return train(layer, hidden_states, packed_seq_params)
 
 
 def mamba(layer: Any, hidden: Tensor, packed: Any) -> tuple[Tensor, Any]:

@@ -1,20 +1,24 @@
-"""Selects the rotary embeddings of a rank's tokens if the tokens or their positions differ between
-microbatches.
+"""Selects the rotary embeddings of a rank's tokens: if the tokens or their positions differ between
+microbatches, and for packed documents that are split together, as one sequence.
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.wrapping import arguments_of
+from cp_ring.megatron.adapter.documents import DocumentParams, offsets_on_cpu, packed_layout
+from cp_ring.megatron.wrapping import Function, arguments_of
+from cp_ring.plan.layout import Layout
+from cp_ring.runtime import RUNTIME
 
 Selected = tuple[torch.Tensor, torch.Tensor]
 """Positions of a rank's tokens, and their indices in their batch rows: int64 [n / cp, batch] each.
@@ -35,40 +39,28 @@ def positions_in_force(selected: Selected | None) -> Iterator[None]:
         _selected.reset(token)
 
 
-def selecting(forward: Callable[..., Any], by_place: bool = False) -> Callable[..., Any]:
+def select(forward: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the forward of a rotary embedding: select the embeddings of this rank's tokens, [n / cp,
     batch, 1, d], from [n, 1 or batch, 1, d].
 
-    by_place: the embeddings belong to the tokens of the batch rows in order, not to the positions
-    0, 1, 2, ...
+    Embeddings of given `position_ids` belong to the tokens of the batch rows in order, others to
+    the positions 0, 1, 2, ...
     """
-
-    @functools.wraps(forward)
-    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = forward(self, *args, **kwargs)
-        selected = _selected.get()
-        packed = arguments_of(forward, self, *args, **kwargs).get("packed_seq", False)
-        if selected is None or packed:
-            return result
-        whole, *scale = result if isinstance(result, tuple) else (result,)
-        index = selected[by_place].to(whole.device)
-        which = torch.arange(index.shape[1], device=whole.device) if whole.shape[1] > 1 else 0
-        mine = whole[index, which]
-        return (mine, *scale) if isinstance(result, tuple) else mine
-
-    # Megatron clears the cache of the wrapped function in one place
-    for name in ("cache_clear", "cache_info"):
-        if hasattr(forward, name):
-            setattr(select, name, getattr(forward, name))
-    return select
+    result, selected = forward(self, *args, **kwargs), _selected.get()
+    known = arguments_of(forward, self, *args, **kwargs)
+    if selected is None or known.get("packed_seq"):
+        return result
+    whole, *scale = result if isinstance(result, tuple) else (result,)
+    index = selected["position_ids" in known].to(whole.device)
+    which = torch.arange(index.shape[1], device=whole.device) if whole.shape[1] > 1 else 0
+    mine = whole[index, which]
+    return (mine, *scale) if isinstance(result, tuple) else mine
 
 
 def tokens_of(packed: Any, group: Any) -> Selected | None:
     """Return a microbatch's tokens on this rank of `group`, or None if they are the same in every
     microbatch.
     """
-    from cp_ring.megatron.adapter.documents import DocumentParams
-
     ring = in_force()
     if not ring.by_microbatch:
         return None
@@ -83,3 +75,39 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
         else "--cp-ring-layout balanced: a microbatch came without its documents; give "
         "--cp-ring-document-mask"
     )
+
+
+@RUNTIME.cache(maxsize=64)
+def _positions(
+    edges: bytes, layout: Layout, rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of this rank's tokens in the whole sequence, which is split as one, and
+    in their documents, on `device`. All layers of a microbatch share them.
+
+    edges: int64 offsets of the documents; `layout` is theirs.
+    """
+    offsets, positions = np.frombuffer(edges, np.int64), layout.positions(rank)
+    document = np.searchsorted(offsets, positions, "right") - 1
+    both = positions, positions - offsets[document]
+    return tuple(torch.from_numpy(each).to(device) for each in both)  # type: ignore[return-value]
+
+
+def turn_documents(
+    _: Function,
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    *options: Any,
+    cp_group: Any = None,
+    max_seqlen: Any = None,  # since 0.20
+    **named: Any,
+) -> torch.Tensor:
+    """Replace Megatron's `_apply_rotary_pos_emb_thd`, for documents that are split together."""
+    offsets = offsets_on_cpu(cu_seqlens).tobytes()
+    layout = packed_layout(offsets, cp_group.size(), in_force().split)
+    in_sequence, in_document = _positions(offsets, layout, cp_group.rank(), freqs.device)
+    wanted = in_sequence if freqs.shape[0] == layout.n else in_document
+    picked = freqs.index_select(0, wanted)
+    turn = rope_utils._apply_rotary_pos_emb_bshd
+    turned: torch.Tensor = turn(t.unsqueeze(1), picked, *options, **named)
+    return turned.squeeze(1)

@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed
 from megatron.core import parallel_state
 
+from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import boundaries
 from cp_ring.megatron.adapter.microbatch_mask import KEY
@@ -98,9 +99,7 @@ def _of_rank(sampler: Any, rank: int) -> Any:
     return other
 
 
-def balanced_loader(
-    build: Callable[..., Any], get_args: Callable[[], Any], dataset: Any, *rest: Any, **named: Any
-) -> Any:
+def balanced_loader(build: Callable[..., Any], dataset: Any, *rest: Any, **named: Any) -> Any:
     """Wrap Megatron's `build_pretraining_data_loader`; the loader of training data deals out rows
     in balanced order.
     """
@@ -108,7 +107,7 @@ def balanced_loader(
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None or not _trains(dataset):
         return loader
-    args, ranks = get_args(), _ranks(sampler)
+    args, ranks = compat.arguments(), _ranks(sampler)
     if args.micro_batch_size * ranks == 1:
         note(
             f"{FLAG} changes nothing with --micro-batch-size 1 on one data-parallel rank: every "

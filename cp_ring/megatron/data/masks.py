@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask, narrowed
-from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.options import MASK_KINDS
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -31,17 +31,24 @@ class DeclaredMask(MicrobatchMask):
         """Join the masks of batch rows, which have the same length. `split` splits each batch row
         separately.
         """
-        layouts = [layout_of(split, mask.n, cp, partial(_narrowed_before, mask)) for mask in masks]
+        layouts = [split.layout_of(mask.n, cp, partial(_narrowed_before, mask)) for mask in masks]
         if len(masks) == 1:
             return cls(masks[0], layouts[0])
         return cls(Mask.batch(masks), Layout.batch(layouts), len(masks))
 
-    @property
-    def own_positions(self) -> bool:
-        """Return True if a token's position in some batch row differs from its index."""
+    def with_positions(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors [b, n] with the mask's position ids, if a token's position in some
+        batch row differs from its index. Position ids with sections do not change.
+        """
+        ids = whole.get("position_ids")
         starts = np.arange(self.batch) * (self.layout.n // self.batch)
         first, position = self.whole.segments
-        return not np.array_equal(first, starts) or bool(position.any())
+        stock = np.array_equal(first, starts) and not position.any()
+        if ids is None or ids.dim() == 3 or stock:
+            return whole
+        return whole | {
+            "position_ids": torch.from_numpy(self.whole.positions).view(ids.shape).to(ids)
+        }
 
 
 def _narrowed_before(mask: Mask, window: tuple[int, int]) -> Mask:

@@ -14,7 +14,6 @@ from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.microbatch_mask import KEY
-from cp_ring.megatron.adapter.plans import layout_of
 from cp_ring.megatron.settings import current
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[
         return batch
     split = in_force().split
     return {
-        name: layout_of(split, tensor.shape[1], cp).shard(tensor, rank, 1)
+        name: split.layout_of(tensor.shape[1], cp).shard(tensor, rank, 1)
         for name, tensor in batch.items()
     }
 
@@ -68,17 +67,3 @@ def check_length(n: int, cp: int) -> None:
             f"{current().layout}: pad them to a multiple of {chunks}, and make the mask with "
             f"n={-(-n // chunks) * chunks}"
         )
-
-
-def with_positions(
-    whole: dict[str, torch.Tensor], declared: DeclaredMask
-) -> dict[str, torch.Tensor]:
-    """Return the tensors [b, n] with the mask's position ids, if it has its own. Position ids with
-    sections do not change.
-    """
-    ids = whole.get("position_ids")
-    if ids is None or ids.dim() == 3 or not declared.own_positions:
-        return whole
-    return whole | {
-        "position_ids": torch.from_numpy(declared.whole.positions).view(ids.shape).to(ids)
-    }

@@ -194,16 +194,9 @@ class PackedConversations(MegatronDataset):
     padding. Padding at the end of a row is like documents of at most `PADDING` tokens.
     """
 
-    def __new__(
-        cls,
-        dataset: ConversationFile,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Any,
-        config: Any,
-    ) -> Any:
+    def __new__(cls, *given: Any) -> Any:
         """Return None if --split leaves no conversation of a single file to validation or test."""
+        _, _, indices, _, index_split, config = given
         split, blend = index_split.name, config.blend
         if len(indices) or split == "train" or not blend or len(blend[0]) > 1:
             return super().__new__(cls)
@@ -213,25 +206,15 @@ class PackedConversations(MegatronDataset):
         return None
 
     def __init__(
-        self,
-        dataset: ConversationFile,
-        dataset_path: str | None,
-        indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Any,
-        config: Any,
+        self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray, *given: Any
     ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        folder = (
-            Path(config.path_to_cache)
-            if config.path_to_cache
-            else Path(dataset.path).parent / "cache"
-        )
+        super().__init__(dataset, dataset_path, indices, *given)
+        config, split, settings = self.config, self.index_split.name, current()
+        folder = Path(config.path_to_cache or Path(dataset.path).parent / "cache")
         self._tokens = Tokens.kept(
             folder / self._identity(),
             lambda: Tokens.make(dataset, np.asarray(indices), config.tokenizer),
         )
-        split, settings = index_split.name, current()
         counted, every = np.count_nonzero(self._tokens.targets != IGNORED), len(self._tokens.tokens)
         silent = _roles_without_tokens(dataset, np.asarray(indices), config.tokenizer)
         print_rank_0(
@@ -274,10 +257,8 @@ class PackedConversations(MegatronDataset):
         return self.packing.rows if self.num_samples is None else int(self.num_samples)
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        n = self.config.sequence_length
-        row = {
-            name: torch.zeros(n, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")
-        }
+        n, integers = self.config.sequence_length, ("tokens", "labels", "position_ids")
+        row = {name: torch.zeros(n, dtype=torch.int64) for name in integers}
         row["loss_mask"] = torch.zeros(n, dtype=torch.float32)
         at = 0
         for tokens, targets in self._pieces((index or 0) % self.packing.rows):

@@ -4,8 +4,7 @@ graphs, variants.
 
 from __future__ import annotations
 
-from cp_ring.megatron.adapter.asked import Asked, Check
-from cp_ring.megatron.adapter.unsupported import window_problem
+from cp_ring.megatron.adapter.asked import Asked, Check, window_problem
 from cp_ring.megatron.flags.checks_documents import documents_flag
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS, letters_of, shown_pattern
 from cp_ring.megatron.options import Options

@@ -10,10 +10,11 @@ from cp_ring.comm.nodes import ranks_per_node
 from cp_ring.megatron.adapter.attention_sizes import attention_sizes
 from cp_ring.megatron.adapter.latent_tap import latent_problem
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.adapter.plans import make_plan
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import SPARSE, letters_of
 from cp_ring.megatron.options import Options
+from cp_ring.plan.mask import Mask
+from cp_ring.plan.plan import plan
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.plan.time import Conditions
 
@@ -64,8 +65,8 @@ def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
     """Return True if attention of one causal sequence is predicted to be faster with latents."""
     cp = args.context_parallel_size
     node = max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
-    plan = make_plan("causal", args.seq_length, cp)
+    causal = plan(Mask.causal(args.seq_length), cp)
     latent, plain = (
-        plan.time(Conditions(_sizes(args, wire), node=node)).both for wire in ("latent", "plain")
+        causal.time(Conditions(_sizes(args, wire), node=node)).both for wire in ("latent", "plain")
     )
     return latent < plain

@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
-from cp_ring.megatron.adapter.asked import Asked, Check, reject_where
+from cp_ring.megatron.adapter.asked import Asked, Check, recomputes_attention, reject_where
 from cp_ring.megatron.adapter.comm_types import check_members
 from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.adapter.unsupported import recomputes_attention
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.checks_attention import ATTENTION
 from cp_ring.megatron.flags.checks_documents import DOCUMENTS, masks_documents
