@@ -28,19 +28,12 @@ from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.training_step import ForwardStep
 from cp_ring.megatron.compat import megatron_version
-from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME
 
 FILE = "cp_ring_certificate.json"
 SEED = 20261121
 SKEW_S = 5.0  # largest time between ranks that fail in the same way
-_ARGUMENTS = """
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size
-    num_attention_heads kv_channels multi_latent_attention window_size window_attn_skip_freq
-    softmax_type softmax_scale position_embedding_type rotary_base rotary_percent mtp_num_layers
-    cp_ring_document_mask cp_ring_mask_kinds
-"""
 
 _runs = RUNTIME.of_process(itertools.count())
 
@@ -87,7 +80,7 @@ def verdict(certificate: Certificate) -> str:
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
-    """Return date, versions, sizes, and the settings on which attention depends."""
+    """Return date, versions, settings and arguments."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {
@@ -97,9 +90,8 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
             "megatron-core": Version(megatron_version() or "0").public,
             "torch": torch.__version__,
         },
-        "ring": vars(settings.current()) | {"comm_types": comm_types.types_by_layer(args)},
-        "dtype": str(args.params_dtype).removeprefix("torch."),
-        "arguments": {name: getattr(args, name, None) for name in _ARGUMENTS.split()},
+        "ring": vars(settings.current()),
+        "arguments": {name: str(value) for name, value in vars(args).items()},
     }
 
 

@@ -1,5 +1,5 @@
-"""Chooses the layers that a tiny model copies, one of each kind in the job's order, and makes the
-flags that ask for them.
+"""Finds how many of the job's first layers a tiny model copies, and makes the flags that ask for
+them.
 
 A hybrid model has layers by the letters of its pattern.
 """
@@ -7,14 +7,13 @@ A hybrid model has layers by the letters of its pattern.
 from __future__ import annotations
 
 import argparse
+from itertools import zip_longest
 from math import lcm
 from typing import Any
 
-from cp_ring.megatron.certificate.layer_kinds import LayerKind, declared_window
-from cp_ring.megatron.flags import comm_types
+from cp_ring.megatron.certificate.layer_kinds import LayerKind
 from cp_ring.megatron.flags.layer_pattern import (
     PATTERNS,
-    RECURRENT,
     SPARSE,
     expert_layers,
     letters_of,
@@ -22,30 +21,26 @@ from cp_ring.megatron.flags.layer_pattern import (
     pattern_of,
 )
 
+BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "cp_comm_type")
 STATE = 16  # channels of a head of a recurrent layer, and of its state
 
 
-def chosen_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> list[int]:
-    """Return the numbers, counted from 1, of the layers that a tiny model copies: the first one of
-    each of `kinds`, and of each letter with and without experts.
+def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> int:
+    """Return how many of the job's first layers show each of `kinds`, and each letter with and
+    without experts; and at least as many as one prediction of further tokens has, because its
+    layers count from 1 again.
 
     A program builds a hybrid model of its own pattern, so its tiny model has all layers.
     """
-    numbers = range(1, args.num_layers + 1)
     if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
-        return list(numbers)
-    letters, experts = main_layers(letters_of(args)), layers_with_experts(args)
-    first = {kind.numbers[0] for kind in kinds if kind.numbers}
-    alike = {(letters[at - 1 : at], *experts[at - 1 : at]): at for at in reversed(numbers)}
-    return sorted(first.union(alike.values() if letters or experts else ()))
-
-
-def layers_with_experts(args: argparse.Namespace) -> list[int]:
-    """Return 1 for each layer of the job that has experts by `--moe-layer-freq` and 0 for the
-    others; [] if all layers are alike.
-    """
-    alike = not getattr(args, "num_experts", None) or pattern_of(args)
-    return [] if alike or getattr(args, "moe_layer_freq", 1) in (1, None) else expert_layers(args)
+        return int(args.num_layers)
+    main, *further = letters_of(args).split("/")
+    experts = expert_layers(args) if getattr(args, "num_experts", None) else ()
+    alike = [*zip_longest(main_layers(main), () if pattern_of(args) else experts)]
+    first = [1 + alike.index(each) for each in alike]
+    first += [number for kind in kinds for number in kind.numbers[:1]]
+    depth = max(getattr(args, "mtp_num_layers", None) or 0, *map(len, further), 1)
+    return min(args.num_layers, max(depth, *first))
 
 
 def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
@@ -68,43 +63,26 @@ def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
 def changes_of_layers(
     args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int
 ) -> dict[str, Any]:
-    """Return the configuration fields that give a tiny model the layers of `chosen_layers`."""
-    chosen = chosen_layers(args, config, kinds)
-    experts, letters = layers_with_experts(args), letters_of(args)
-    changes: dict[str, Any] = {"num_layers": len(chosen)}
-    if SPARSE in letters:
+    """Return the configuration fields that give a tiny model the first layers of the job."""
+    count = number_of_layers(args, config, kinds)
+    changes: dict[str, Any] = {"num_layers": count}
+    for name in BY_LAYER:
+        value = getattr(config, name, None)
+        changes[name] = value[:count] if isinstance(value, list) else value
+    if SPARSE in letters_of(args):
         # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
         changes |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
-    changes["moe_layer_freq"] = [experts[layer - 1] for layer in chosen] if experts else 1
-    if letters and not pattern_of(args):
-        changes["linear_attention_freq"] = [int(letters[at - 1] in RECURRENT) for at in chosen]
-    # Layers that predict further tokens count from 1 again, and Megatron looks them up in the same
-    # lists.
-    depth = max(
-        getattr(args, "mtp_num_layers", None) or 0, *map(len, pattern_of(args).split("/")[1:]), 0
-    )
-    numbered = [*chosen, *range(len(chosen) + 1, depth + 1)]
-    types = comm_types.types_by_layer(args)
-    changes["cp_comm_type"] = (
-        [comm_types.type_of(args, layer) for layer in numbered] if len(types) > 1 else types[0]
-    )
     if args.window_size is not None:
-        window = max(kinds, key=lambda kind: kind.probed[0]).probed
-        narrow = [int(declared_window(config, layer)[0] >= 0) for layer in numbered]
-        changes |= {"window_size": window, "window_attn_skip_freq": narrow}
+        changes["window_size"] = max(kind.probed for kind in kinds)
     return changes | _recurrent(args, config, tp)
 
 
-def tiny_pattern(args: argparse.Namespace, chosen: list[int]) -> dict[str, str]:
-    """Return the pattern of the chosen layers under the argument names that the job uses, with one
-    layer of each kind that predicts tokens; {} without a pattern.
+def tiny_pattern(args: argparse.Namespace, layers: int) -> dict[str, str]:
+    """Return the pattern of the first `layers` layers, and of those that predict tokens, under the
+    argument names that the job uses; {} without a pattern.
     """
-    pattern = pattern_of(args)
-    if not pattern:
-        return {}
-    letters, (_, *further) = main_layers(pattern), pattern.split("/")
-    kept = ["".join(dict.fromkeys(part)) for part in further]
-    tiny = "/".join(["".join(letters[layer - 1] for layer in chosen), *kept])
+    main, *further = pattern_of(args).split("/")
+    tiny = "/".join([main_layers(main)[:layers], *further])
     return {name: tiny for name in PATTERNS if getattr(args, name, None)}
 
 

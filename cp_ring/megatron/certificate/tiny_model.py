@@ -17,11 +17,7 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate.batch import VOCABULARY
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.tiny_layers import (
-    changes_of_layers,
-    chosen_layers,
-    tiny_pattern,
-)
+from cp_ring.megatron.certificate.tiny_layers import changes_of_layers, tiny_pattern
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import attends
 from cp_ring.megatron.wrapping import replaced
@@ -56,12 +52,11 @@ def arguments_of_microbatch(kind: LayerKind) -> dict[str, Any]:
 
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
-    """Return the job's arguments with the sizes of a tiny model and one layer of each kind, in
-    float32, without pipeline stages. `tiny_config` is the configuration of the model.
+    """Return the job's arguments with the sizes of a tiny model and the first layers, which show
+    each kind, in float32, without pipeline stages. `tiny_config` is the configuration of the model.
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
-    types = tiny.cp_comm_type if isinstance(tiny.cp_comm_type, list) else [tiny.cp_comm_type]
     changes = vars(tiny) | arguments_of_microbatch(kinds[0])
     changes |= {
         "vocab_size": VOCABULARY,
@@ -70,9 +65,8 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Name
         # The table of positions keeps the job's length, because a microbatch of that length is
         # probed too.
         "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-        "cp_comm_type": types,
     }
-    changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
+    changes |= tiny_pattern(args, tiny.num_layers)
     # a program may have fields of its own, such as the length of a batch row
     own = copy.copy(config)
     vars(own).update(vars(tiny))
@@ -124,9 +118,8 @@ def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.
     they have; the copy's configuration changes too.
     """
     changed, config = copy.copy(args), copy.copy(args.tiny_config)
-    for owner, kept in ((changed, ""), (config, "cp_comm_type")):  # a list in the arguments only
-        names = changes.keys() & vars(owner).keys() - {kept}
-        vars(owner).update({name: changes[name] for name in names})
+    for owner in (changed, config):
+        vars(owner).update({name: changes[name] for name in changes.keys() & vars(owner).keys()})
     changed.tiny_config = config
     return changed
 
@@ -230,9 +223,8 @@ def core_classes(args: argparse.Namespace, kinds: list[LayerKind]) -> dict[int, 
         cores = [layer.core_attention for layer in attention_layers(build(tiny))]
     names = sorted({type(core).__name__ for core in cores})
     note(f"certificate of {', '.join(names)}, without --cp-ring")
-    chosen = chosen_layers(args, transformer_config(args), kinds)
     # layers that predict further tokens come last, and may count from 1 again
-    return {chosen[core.layer_number - 1]: type(core) for core in reversed(cores)}
+    return {core.layer_number: type(core) for core in reversed(cores)}
 
 
 @contextmanager
