@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cp_ring.megatron.certificate import tiny_layers
+from cp_ring.megatron.certificate import tiny_model
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -44,10 +44,10 @@ def configuration(**more):
 )  # fmt: skip
 def test_a_tiny_pattern_has_each_kind_of_layer(pattern, tiny):
     args, config = flags(pattern), configuration()
-    kinds = find_layer_kinds(args, config, ("causal",))
-    count = tiny_layers.number_of_layers(args, config, kinds)
-    assert tiny_layers.tiny_pattern(args, count) == {"hybrid_layer_pattern": tiny}
-    assert tiny_layers.changes_of_layers(args, config, kinds, 1)["num_layers"] == count
+    kinds = find_layer_kinds(args, config)
+    count = tiny_model.number_of_layers(args, config, kinds)
+    assert tiny_model.tiny_pattern(args, count) == {"hybrid_layer_pattern": tiny}
+    assert tiny_model.changes_of_layers(args, config, kinds, 1)["num_layers"] == count
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, count):
     assert letters_of(args) == letters
     assert attention_layers(args) == [n for n, letter in enumerate(letters, 1) if letter == "*"]
     assert predicting_layers(args) == ([1, 2] if letters[-1] == "*" else [])
-    kinds = find_layer_kinds(args, config, ("causal",))
-    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
+    kinds = find_layer_kinds(args, config)
+    changes = tiny_model.changes_of_layers(args, config, kinds, 1)
     assert changes["linear_attention_freq"] == tiny and changes["moe_layer_freq"] == 2
     assert changes["num_layers"] == count
-    assert changes["linear_value_head_dim"] == tiny_layers.STATE
+    assert changes["linear_value_head_dim"] == tiny_model.STATE
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, count):
 )
 def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
     args, config = flags("", num_layers=6, **more), configuration(**more)
-    kinds = find_layer_kinds(args, config, ("causal",))
-    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
+    kinds = find_layer_kinds(args, config)
+    changes = tiny_model.changes_of_layers(args, config, kinds, 1)
     assert changes["num_layers"] == count
     for name in ("moe_layer_freq", "cp_comm_type"):
         assert changes[name] == (
@@ -98,7 +98,7 @@ def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
 def test_what_no_tiny_model_has_is_named():
     args = flags("", moe_expert_capacity_factor=0.5, moe_router_load_balancing_type="sinkhorn")
     config = configuration(cpu_offloading=True, expert_model_parallel_size=2)
-    assert tiny_layers.uncovered_layers(args, config) == [
+    assert tiny_model.uncovered_layers(args, config) == [
         "the capacity of experts (which Megatron defines by the tokens of a rank)",
         "Sinkhorn routing (which Megatron defines by the tokens of a rank)",
         "experts of other ranks",

@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, documents_of, without_whole_rows
-from cp_ring.megatron.certificate.batch import TOKENS, VOCABULARY, Batch
+from cp_ring.megatron.certificate.batch import PREFIX, TOKENS, VOCABULARY, Batch
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
@@ -233,7 +233,10 @@ def _next_tokens(truth: Seen, batch: Batch, about: tuple[str, str]) -> list[Prob
     last = torch.stack([rule.last for rule in batch.rules]).to(labels.device)
     counts = (weights != 0) & ~last.view(labels.shape)
     near = [labels == tokens.roll(-shift, 1) for shift in (1, 0, 2)]
-    shares = [float(each[counts].float().mean()) for each in near[: 1 if batch.masks else 3]]
+    shares = [
+        float(each[counts].float().mean())
+        for each in near[: 1 if batch.mask.startswith(PREFIX) else 3]
+    ]
     if not max(shares) > 0.5:
         return []
     expected = torch.where(counts, tokens.roll(-1, 1), labels)

@@ -22,11 +22,11 @@ from packaging.version import Version
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.certificate import layer_probe, loss_probe
+from cp_ring.megatron.certificate import attention_probes, loss_probe
 from cp_ring.megatron.certificate.first_microbatch import Item, take
+from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
-from cp_ring.megatron.certificate.training_step import ForwardStep
 from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME
@@ -121,7 +121,7 @@ def run_probes(
     of_ranks = [certificate.probes] * dist.get_world_size()
     with states_restored():
         if items is None:
-            layer_probe.probe_layers(args, certificate, seed)
+            attention_probes.probe_layers(args, certificate, seed)
         _probe_losses(args, certificate, step, seed, items)
         dist.all_gather_object(of_ranks, certificate.probes)
     certificate.merge(of_ranks)

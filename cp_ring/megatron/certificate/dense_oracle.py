@@ -48,19 +48,6 @@ class MaskRule:
             seen |= inside & (key - query >= low) & (key - query <= high)
         return seen
 
-    def allowed(self, queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
-        """Return which keys each query may see, bool [s, n]; queries [s] and keys [n] are indices
-        in the batch row.
-
-        window: how many earlier and later positions a query sees; -1 means any number. It limits
-            earlier keys only.
-        """
-        places, others = queries.cpu()[:, None], keys.cpu()
-        allowed = self.sees(places, others)
-        if window[0] >= 0:
-            allowed &= self.positions[places] - self.positions[others] <= window[0]
-        return allowed.to(queries.device)
-
 
 def document_rule(n: int, spans: Sequence[tuple[int, int]]) -> MaskRule:
     """Return the rule in which tokens see the earlier tokens of their own document [start, end).
@@ -82,11 +69,19 @@ def declared_rule(mask: Mask) -> MaskRule:
 def allowed_pairs(
     rules: Sequence[MaskRule], queries: Tensor, keys: Tensor, window: tuple[int, int]
 ) -> Tensor:
-    """Return which keys each query may see, bool [b, s, n]: `MaskRule.allowed` of each batch row's
-    queries [b, s] and keys [b, n].
+    """Return which keys each query may see, bool [b, s, n]; queries [b, s] and keys [b, n] are
+    indices in the batch rows of `rules`.
+
+    window: how many earlier and later positions a query sees; -1 means any number. It limits
+        earlier keys only.
     """
-    each = zip(rules, queries, keys, strict=True)
-    return torch.stack([rule.allowed(query, key, window) for rule, query, key in each])
+    found = []
+    for rule, query, key in zip(rules, queries.cpu()[..., None], keys.cpu()[:, None], strict=True):
+        allowed = rule.sees(query, key)
+        if window[0] >= 0:
+            allowed &= rule.positions[query] - rule.positions[key] <= window[0]
+        found.append(allowed)
+    return torch.stack(found).to(queries.device)
 
 
 def attend(

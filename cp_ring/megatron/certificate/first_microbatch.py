@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import compat
-from cp_ring.megatron.certificate.layer_kinds import PREFIX
+from cp_ring.megatron.certificate.batch import PREFIX
 
 Item = dict[str, Any]
 
@@ -38,14 +38,18 @@ def _handed_back(iterator: Any, rest: Any, item: Item) -> Iterator[Item]:
     yield item
 
 
-def whole_item(items: list[Item | None]) -> Any:
-    """Return the item of the first of the ranks that share a microbatch; None if there is no data.
-    All ranks call it together if one has `items`.
+def shared_items(items: list[Item | None]) -> list[Any]:
+    """Return the item of the first of the ranks that share a microbatch, what a whole model on this
+    rank reads, and `items`; [] if there is no data. All ranks call it together if one has `items`.
     """
-    held = [next((each for each in items if each is not None), None)]
+    own = next((each for each in items if each is not None), None)
+    held = [own]
     for name in ("pp", "tp", "cp") if items else ():
         dist.broadcast_object_list(held, group=compat.group_of(None, name), group_src=0)
-    return held[0]
+    (whole,) = held
+    if own is None and compat.group_of(None, "tp").rank() == 0:  # which loads for the others
+        own = whole
+    return [whole, own, *items] if whole else []
 
 
 def mask_of(item: Item) -> str:

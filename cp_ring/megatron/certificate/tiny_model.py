@@ -1,4 +1,6 @@
-"""Makes a tiny model from a job's flags, and Megatron's global state for it."""
+"""Makes a tiny model from a job's flags, with as many of the job's first layers as show each kind,
+and Megatron's global state for it. A hybrid model has layers by the letters of its pattern.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
+from math import lcm
 from typing import Any
 
 import torch
@@ -15,13 +19,22 @@ import torch.distributed as dist
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.certificate.batch import VOCABULARY
+from cp_ring.megatron.certificate.batch import VOCABULARY, Batch, own_device
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.tiny_layers import changes_of_layers, tiny_pattern
 from cp_ring.megatron.flags import comm_types
-from cp_ring.megatron.flags.layer_pattern import attends
+from cp_ring.megatron.flags.layer_pattern import (
+    PATTERNS,
+    SPARSE,
+    attends,
+    expert_layers,
+    letters_of,
+    main_layers,
+    pattern_of,
+)
 from cp_ring.megatron.wrapping import replaced
 
+BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "cp_comm_type")
+STATE = 16  # channels of a head of a recurrent layer, and of its state
 HIDDEN = 64
 EXPERTS = 4
 CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
@@ -45,10 +58,11 @@ depends on them. Other fields have Megatron's default.
 """
 
 
-def arguments_of_microbatch(kind: LayerKind) -> dict[str, Any]:
-    """Return the arguments with which a forward step takes a microbatch of this kind."""
-    off = CHECKS + (PACKING if kind.mask != "packed" else ())
-    return kind.sizes | dict.fromkeys(off, False)
+def arguments_of_microbatch(batch: Batch) -> dict[str, Any]:
+    """Return the arguments with which a forward step takes this microbatch."""
+    off = CHECKS + (PACKING if batch.mask != "packed" else ())
+    sizes = zip(("micro_batch_size", "seq_length"), batch.shape, strict=True)
+    return dict(sizes) | dict.fromkeys(off, False)
 
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
@@ -57,14 +71,13 @@ def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Name
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
-    changes = vars(tiny) | arguments_of_microbatch(kinds[0])
-    changes |= {
+    changes = vars(tiny) | {
         "vocab_size": VOCABULARY,
         "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
         "num_experts": tiny.num_moe_experts,
         # The table of positions keeps the job's length, because a microbatch of that length is
         # probed too.
-        "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
+        "max_position_embeddings": max(args.seq_length or 0, *(kind.tokens for kind in kinds)),
     }
     changes |= tiny_pattern(args, tiny.num_layers)
     # a program may have fields of its own, such as the length of a batch row
@@ -166,13 +179,81 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
-def own_device() -> torch.device:
-    """Return the device of this rank."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> int:
+    """Return how many of the job's first layers show each of `kinds`, and each letter with and
+    without experts; and at least as many as one prediction of further tokens has, because its
+    layers count from 1 again.
+
+    A program builds a hybrid model of its own pattern, so its tiny model has all layers.
+    """
+    if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
+        return int(args.num_layers)
+    main, *further = letters_of(args).split("/")
+    experts = expert_layers(args) if getattr(args, "num_experts", None) else ()
+    alike = [*zip_longest(main_layers(main), () if pattern_of(args) else experts)]
+    first = [1 + alike.index(each) for each in alike]
+    first += [number for kind in kinds for number in kind.numbers[:1]]
+    depth = max(getattr(args, "mtp_num_layers", None) or 0, *map(len, further), 1)
+    return min(args.num_layers, max(depth, *first))
+
+
+def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
+    """Return texts about layers of the job that no tiny model can have."""
+    by_rank = "which Megatron defines by the tokens of a rank"
+    relu = SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True)
+    offloads = ("cpu_offloading", "fine_grained_activation_offloading")
+    texts = {
+        "relu of sparse attention's scores": relu,
+        "the kinds of heterogeneous blocks": hasattr(config, "per_block_parameters"),
+        f"the capacity of experts ({by_rank})": getattr(args, "moe_expert_capacity_factor", None),
+        f"Sinkhorn routing ({by_rank})": "sinkhorn"
+        in (getattr(args, "moe_router_load_balancing_type", None) or ""),
+        "experts of other ranks": getattr(config, "expert_model_parallel_size", 1) > 1,
+        "activations in host memory": any(getattr(config, name, False) for name in offloads),
+    }
+    return [text for text, uncovered in texts.items() if uncovered]
+
+
+def changes_of_layers(
+    args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int
+) -> dict[str, Any]:
+    """Return the configuration fields that give a tiny model the first layers of the job."""
+    count = number_of_layers(args, config, kinds)
+    changes: dict[str, Any] = {"num_layers": count}
+    for name in BY_LAYER:
+        value = getattr(config, name, None)
+        changes[name] = value[:count] if isinstance(value, list) else value
+    if SPARSE in letters_of(args):
+        # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
+        changes |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
+    if args.window_size is not None:
+        changes["window_size"] = max(kind.probed for kind in kinds)
+    return changes | _recurrent(args, config, tp)
+
+
+def tiny_pattern(args: argparse.Namespace, layers: int) -> dict[str, str]:
+    """Return the pattern of the first `layers` layers, and of those that predict tokens, under the
+    argument names that the job uses; {} without a pattern.
+    """
+    main, *further = pattern_of(args).split("/")
+    tiny = "/".join([main_layers(main)[:layers], *further])
+    return {name: tiny for name in PATTERNS if getattr(args, name, None)}
+
+
+def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]:
+    """Return small state sizes, and numbers of heads that the ranks can share as they share the
+    job's.
+    """
+    if not (letters_of(args) or getattr(config, "is_hybrid_model", False)):
+        return {}
+    groups = getattr(args, "mamba_num_groups", None) or 1
+    return {
+        "mamba_head_dim": STATE,
+        "mamba_state_dim": STATE,
+        "mamba_num_heads": lcm(groups, tp * args.context_parallel_size),
+        "linear_key_head_dim": STATE,
+        "linear_value_head_dim": STATE,
+    }
 
 
 def build(args: argparse.Namespace) -> Any:
