@@ -47,32 +47,22 @@ def test_a_tiny_pattern_has_each_kind_of_layer(pattern, tiny):
     kinds = find_layer_kinds(args, config)
     count = tiny_model.number_of_layers(args, config, kinds)
     assert tiny_model.tiny_pattern(args, count) == {"hybrid_layer_pattern": tiny}
-    assert tiny_model.changes_of_layers(args, config, kinds, 1)["num_layers"] == count
 
 
 @pytest.mark.parametrize(
-    "every, letters, tiny, count",
-    [
-        (4, "GGG*GGG*", 4, 4),
-        ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", [0, 1, 1], 3),
-    ],
+    "every, letters, count", [(4, "GGG*GGG*", 4), ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", 3)]
 )
-def test_linear_attention_of_a_gpt_model(every, letters, tiny, count):
+def test_linear_attention_of_a_gpt_model(every, letters, count):
     """Each kind of attention with each kind of MLP: experts are in every second layer."""
-    frequencies = {"linear_attention_freq": every, "moe_layer_freq": 2}
-    args, config = (
-        flags("", num_layers=8, num_experts=8, mtp_num_layers=2,
-              experimental_attention_variant="gated_delta_net", **frequencies),
-        configuration(**frequencies),
+    args = flags(
+        "", num_layers=8, num_experts=8, moe_layer_freq=2, mtp_num_layers=2,
+        experimental_attention_variant="gated_delta_net", linear_attention_freq=every,
     )  # fmt: skip
     assert letters_of(args) == letters
     assert attention_layers(args) == [n for n, letter in enumerate(letters, 1) if letter == "*"]
     assert predicting_layers(args) == ([1, 2] if letters[-1] == "*" else [])
-    kinds = find_layer_kinds(args, config)
-    changes = tiny_model.changes_of_layers(args, config, kinds, 1)
-    assert changes["linear_attention_freq"] == tiny and changes["moe_layer_freq"] == 2
-    assert changes["num_layers"] == count
-    assert changes["linear_value_head_dim"] == tiny_model.STATE
+    kinds = find_layer_kinds(args, configuration())
+    assert tiny_model.number_of_layers(args, configuration(), kinds) == count
 
 
 @pytest.mark.parametrize(
@@ -86,13 +76,7 @@ def test_linear_attention_of_a_gpt_model(every, letters, tiny, count):
 )
 def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
     args, config = flags("", num_layers=6, **more), configuration(**more)
-    kinds = find_layer_kinds(args, config)
-    changes = tiny_model.changes_of_layers(args, config, kinds, 1)
-    assert changes["num_layers"] == count
-    for name in ("moe_layer_freq", "cp_comm_type"):
-        assert changes[name] == (
-            more[name][:count] if name in more else getattr(config, name, None)
-        )
+    assert tiny_model.number_of_layers(args, config, find_layer_kinds(args, config)) == count
 
 
 def test_what_no_tiny_model_has_is_named():

@@ -275,44 +275,42 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
         if dtype != torch.float32:
             results.not_covered.append(f"latents in {str(dtype).removeprefix('torch.')}")
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp", "hcp"])
+    cp = groups.cp.size()
+    unit = 2 * cp * GRAIN
     kinds = [kind for kind in find_layer_kinds(args, config) if kind.numbers]
     classes = core_classes(args, kinds)
     with settings.in_force(used):
         for kind, mask in itertools.product(kinds, masks_of(args)):
+            draw = partial(Batch.draw, mask, args.micro_batch_size, cp=cp, padded=True)
+            wide = replace(kind, probed=kind.window)
             make = partial(_make_layer, classes[kind.layer], config, groups)
-            draw = partial(
-                Batch.draw, mask, args.micro_batch_size, cp=groups.cp.size(), padded=True
+            short, long = (
+                ExaminedLayers(
+                    each,
+                    {number: make(each, number) for number in kind.numbers},
+                    groups.cp,
+                    dtype,
+                    seed,
+                    draw(n=kind.tokens),
+                )
+                for each in (kind, wide)
             )
-            layers = {number: make(kind, number) for number in kind.numbers}
-            batch = draw(n=kind.tokens)
-            tested = ExaminedLayers(kind, layers, groups.cp, dtype, seed, batch)
-            results.probes += _probes_of_choices(tested)
-            long = tested
-            if kind.probed != kind.window:
-                wide = replace(kind, probed=kind.window)
-                layers = {number: make(wide, number) for number in kind.numbers}
-                long = replace(tested, kind=wide, layers=layers)
-            unit = 2 * groups.cp.size() * GRAIN
-            most = LONG[own_device().type] // len(batch.rules) // unit * unit
+            own: Any = getattr(short.first, "spec", None)  # of ring attention
+            # each number of heads that a plan of ring attention may choose
+            for spec in every_choice(own, cp) if own else [own]:
+                one = short if spec == own else replace(short, note=f" with heads {spec.ulysses}")
+                with replaced(*((layer, "spec", spec) for layer in short.layers.values())):
+                    results.probes += one.probes()
+            most = LONG[own_device().type] // len(short.positions) // unit * unit
             n, tokens = args.seq_length, max(kind.tokens, min(args.seq_length, most))
-            if hasattr(tested.first, "plan_of"):
+            if own:
                 results.probes.append(_settings(replace(long, batch=draw(n=max(n, kind.tokens)))))
-            if tokens > kind.tokens or long is not tested:
-                batch, first = draw(n=tokens), {kind.layer: long.first}
-                note = f" at {tokens} tokens"
-                long = replace(long, layers=first, batch=batch, note=note, samples=SAMPLED)
+            if tokens > kind.tokens or wide != kind:
+                first, note = {kind.layer: long.first}, f" at {tokens} tokens"
+                long = replace(long, layers=first, batch=draw(n=tokens), note=note, samples=SAMPLED)
                 results.probes += long.probes()
             if tokens < n:
                 results.up_to[f"{kind.layer_name} under {mask}"] = f"{tokens} of {n} tokens"
-
-
-def _probes_of_choices(tested: ExaminedLayers) -> Iterator[Probe]:
-    """Probe masks and values with each number of heads that a plan of ring attention may choose."""
-    own: Any = getattr(tested.first, "spec", None)
-    for spec in every_choice(own, tested.group.size()) if own else [own]:
-        one = tested if spec == own else replace(tested, note=f" with heads {spec.ulysses}")
-        with replaced(*((layer, "spec", spec) for layer in tested.layers.values())):
-            yield from one.probes()
 
 
 def _make_layer(made: Any, config: Any, groups: Any, kind: LayerKind, number: int) -> Any:

@@ -1,5 +1,6 @@
-"""A microbatch, drawn or the job's own: the masks of its batch rows, with samples of declared ones,
-their split over the ranks as the job splits its own, and what data iterators give of it.
+"""A microbatch, drawn or the one that the job trains on first, as its data set, sampler and collate
+function make it: the masks of its batch rows, with samples of declared ones, and their split over
+the ranks as the job splits its own.
 
 Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
 """
@@ -7,15 +8,18 @@ Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import (
     DocumentParams,
@@ -124,9 +128,9 @@ class Batch:
         places = [split.places(rank).T for rank in range(cp)]
         return cls(mask, items, shape, rules, packed, places)
 
-    def delivered(self, seed: int, number: int = 0, masks: bool = True) -> Any:
+    def delivered(self, seed: int, number: int = 0) -> Any:
         """Return a copy of this one of `items`, because a script may write into the dictionary and
-        its tensors; without declared masks unless `masks`.
+        its tensors.
 
         The loss mask has random factors and further zeros: equal weights would not show whose they
         are.
@@ -135,15 +139,13 @@ class Batch:
         if item and isinstance(own := item.get("loss_mask"), Tensor):
             factors = self._factors(torch.Generator().manual_seed(seed))
             item["loss_mask"] = own * factors.view(own.shape)
-        if item and not masks:
-            item.pop(KEY, None)
         return item
 
-    def trained(self, seed: int, blind: bool, masks: bool = True) -> Any:
+    def trained(self, seed: int, blind: bool) -> Any:
         """Return a copy of a drawn microbatch with random tokens of the vocabulary. With `blind`,
         labels are others where the loss mask is 0.
         """
-        item, random = self.delivered(seed, masks=masks), torch.Generator().manual_seed(seed)
+        item, random = self.delivered(seed), torch.Generator().manual_seed(seed)
         table = torch.randint(VOCABULARY, (int(item["labels"].max()) + 1,), generator=random)
         item["tokens"] = table[item["tokens"]]
         others = blind * (item["loss_mask"] == 0)
@@ -171,6 +173,33 @@ class Batch:
         return mask
 
 
+def take(iterators: Any) -> list[Any]:
+    """Take one item of each of Megatron's data iterators (one, or one for each virtual stage), and
+    hand it back, for training; None where a rank has no data.
+    """
+    items = []
+    for iterator in iterators if isinstance(iterators, list) else [iterators]:
+        # beneath Megatron's record of microbatches
+        items.append(next(iterator.iterable, None) if hasattr(iterator, "iterable") else None)
+        if items[-1] is not None:
+            iterator.iterable = itertools.chain(items[-1:], iterator.iterable)
+    return items
+
+
+def shared_items(items: list[Any]) -> list[Any]:
+    """Return the item of the first of the ranks that share a microbatch, what a whole model on this
+    rank reads, and `items`; [] if there is no data. All ranks call it together if one has `items`.
+    """
+    own = next((each for each in items if each is not None), None)
+    held = [own]
+    for name in ("pp", "tp", "cp") if items else ():
+        dist.broadcast_object_list(held, group=compat.group_of(None, name), group_src=0)
+    (whole,) = held
+    if own is None and compat.group_of(None, "tp").rank() == 0:  # which loads for the others
+        own = whole
+    return [whole, own, *items] if whole else []
+
+
 def own_device() -> torch.device:
     """Return the device of this rank."""
     return (
@@ -195,8 +224,7 @@ def sample(kind: str, n: int, seed: int) -> Mask:
     """Return a mask of `n` tokens, at least 64, of a kind of `MASK_KINDS`. Each seed gives another
     mask.
     """
-    random = np.random.default_rng(seed)
-    cuts = [0, *sorted(random.choice(np.arange(1, n), 6, replace=False).tolist())]
+    cuts = _edges(n, 7, seed).tolist()[:-1]
     lengths, edges = np.diff(cuts).tolist(), [*cuts[::2], n]
     block = n // 9 + seed % 5
     match kind:

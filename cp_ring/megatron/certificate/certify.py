@@ -23,7 +23,7 @@ from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate import attention_probes, loss_probe
-from cp_ring.megatron.certificate.first_microbatch import Item, take
+from cp_ring.megatron.certificate.batch import take
 from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
@@ -62,10 +62,16 @@ def certify(
         certificate = run_probes(args, step=step, items=take(iterators) if before else None)
     if problem := verdict(certificate):
         rejection.reject(problem)
-    certificate.probes += before.probes if before else []
-    certificate.not_covered += before.not_covered if before else []
+    if before:
+        certificate.probes += before.probes
+        certificate.not_covered += before.not_covered
     if dist.get_rank() == 0 and getattr(args, "save", None):
-        _save(Path(args.save), certificate)
+        folder = Path(args.save)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
+        except OSError as error:
+            note(f"the certificate could not be written to {folder}: {error.strerror}")
     return certificate
 
 
@@ -95,20 +101,11 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _save(folder: Path, certificate: Certificate) -> None:
-    """Write the certificate as JSON into the folder of --save."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
-    except OSError as error:
-        note(f"the certificate could not be written to {folder}: {error.strerror}")
-
-
 def run_probes(
     args: argparse.Namespace,
     seed: int = SEED,
     step: ForwardStep | None = None,
-    items: list[Item | None] | None = None,
+    items: list[Any] | None = None,
 ) -> Certificate:
     """Run all probes of the job of `args` over its own groups or, with `items`, those of this
     microbatch. Every rank calls it and gets the same certificate, with the worst result of all

@@ -93,11 +93,16 @@ def find_layer_kinds(args: argparse.Namespace, config: Any) -> list[LayerKind]:
     return kinds
 
 
-def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the kinds of mask that the job's microbatches can have."""
+def masks_of(args: argparse.Namespace, item: Any = None) -> tuple[str, ...]:
+    """Return the kinds of mask that the job's microbatches can have, or the one that an `item` of
+    its data declares.
+    """
     used = settings.current()
     if used.kinds:
-        return tuple(PREFIX + kind for kind in used.kinds)
+        return tuple(PREFIX + kind for kind in used.kinds[: 1 if item else None])
+    if item:
+        packed = item.get("cu_seqlens") is not None
+        return ("packed",) if packed else ("documents" if used.document_mask else "causal",)
     if used.document_mask:
         return ("documents", "packed")
     if settings.ring().whole_rows:

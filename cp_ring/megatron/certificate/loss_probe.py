@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,15 +23,11 @@ from torch import Tensor
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.certificate import batch_probe
-from cp_ring.megatron.certificate.batch import Batch, own_device
-from cp_ring.megatron.certificate.first_microbatch import Item, mask_of, shared_items
+from cp_ring.megatron.certificate.batch import Batch, own_device, shared_items
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds, masks_of
-from cp_ring.megatron.certificate.reference_run import (
-    follow_rules,
-    uncovered_states,
-    whole_rows_in_force,
-)
+from cp_ring.megatron.certificate.reference_run import follow_rules, whole_rows_in_force
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tiny_model import (
     arguments_in_force,
@@ -44,6 +40,7 @@ from cp_ring.megatron.certificate.tiny_model import (
     uncovered_layers,
     with_changes,
 )
+from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.plan.sizes.attention_sizes import widening
 
@@ -74,7 +71,7 @@ def probe_losses(
     results: Certificate,
     step: ForwardStep | None,
     seed: int,
-    items: list[Item | None] | None = None,
+    items: list[Any] | None = None,
 ) -> None:
     """Probe the loss and the gradients of a tiny model with the forward step of the job, or, once
     there is data, the `items` that this rank's iterators give first. Every rank calls it.
@@ -85,24 +82,30 @@ def probe_losses(
             "the loss of a program that does not call cp_ring.megatron.certify"
         )
         return
-    config = transformer_config(args)
+    own, config = not program and is_own(step), transformer_config(args)
     # the job's kernel may not know float32, and matrix products on CUDA may round to TF32
     kernel = "reference" if own_device().type == "cuda" else "auto"
-    with (
-        group_of_this_rank() as alone,
-        settings.in_force(replace(settings.current(), kernel=kernel)),
-    ):
+    used = replace(settings.current(), kernel=kernel)
+    with group_of_this_rank() as alone, settings.in_force(used):
         shared = shared_items(items or [])
         gaps = uncovered_layers(args, config) if items is None else []
         results.not_covered += [f"{what}, in the loss" for what in gaps]
         drawn = not shared and (items is not None or not awaits_data(args))
         if drawn and not program:
             results.not_covered.append("the job's own microbatches")
-        for mask in [mask_of(shared[0])] if shared else _masks_of_loss(args, step):
-            if reason := uncovered_states(args, mask):
-                results.not_covered.append(reason)
+        masks = masks_of(args, *shared[:1])
+        if program and "causal" in masks:  # its step takes whole or packed batch rows
+            masks = ("packed" if args.sft else "causal",)
+        elif not shared and (program or own):  # which has documents in place of packed batch rows
+            masks = tuple(mask for mask in masks if mask != "packed")
+        by_rank = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
+        for mask in masks:
+            if by_rank and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
+                # a tensor-parallel rank has a part of a document
+                gap = f"the loss of recurrent layers under {mask} with --sequence-parallel"
+                results.not_covered.append(gap)
                 continue
-            runs = _TinyRuns(args, config, mask, step, alone)
+            runs = _TinyRuns(args, config, mask, None if own else step, alone)
             if shared:
                 batch = Batch.read(mask, shared, args.context_parallel_size)
                 _probe_microbatch(runs, batch, results, seed)
@@ -110,19 +113,6 @@ def probe_losses(
                 _probe_microbatch(runs, runs.draw(args.seq_length), results, seed)
             if items is None:
                 _probe_loss(runs, results, seed)
-
-
-def _masks_of_loss(args: argparse.Namespace, step: ForwardStep | None) -> list[str]:
-    """Return the masks with which the forward step of the job is probed.
-
-    The flags say whether a script's step takes whole or packed batch rows; a program's step takes
-    one of the two. The step of `cp_ring.pretrain_gpt` has documents in place of packed rows.
-    """
-    masks = masks_of(args)
-    if hasattr(args, "transformer_config") and "causal" in masks:
-        return ["packed" if args.sft else "causal"]
-    packed = not hasattr(args, "transformer_config") and not is_own(step)
-    return [mask for mask in masks if mask != "packed" or packed]
 
 
 @dataclass(frozen=True)
@@ -201,14 +191,15 @@ def _train(
 class _TinyRuns:
     """A tiny model of the job, twice with the same weights: at the job's context parallel size, and
     (`whole`) that of the reference run at size 1. The forward step of the job runs in both, because
-    it may compute another loss than Megatron's. `alone` is a process group of this rank only.
+    it may compute another loss than Megatron's; None is that of `cp_ring.pretrain_gpt`. `alone` is
+    a process group of this rank only.
     """
 
     def __init__(
         self, args: argparse.Namespace, config: Any, mask: str, step: ForwardStep | None, alone: Any
     ) -> None:
-        self.own = not hasattr(args, "transformer_config") and is_own(step)
-        if self.own or step is None:
+        self.own = step is None
+        if step is None:
             from cp_ring.megatron.gpt import forward_step  # imports Megatron
 
             step = forward_step
@@ -232,28 +223,28 @@ class _TinyRuns:
             self.mask, job.micro_batch_size, n or self.tokens, job.context_parallel_size
         )
 
-    def declares(self, batch: Batch, whole: bool) -> bool:
-        """Return True if the items of a run hold declared masks. The job's own step needs no code
-        of them in the reference run.
+    def given(self, batch: Batch, whole: bool) -> Batch:
+        """Return the batch of one of the runs. The job's own step needs no code of declared masks
+        in the reference run of a drawn one.
         """
-        return not (whole and self.own and len(batch.items) == 1)
+        if not (whole and self.own and len(batch.items) == 1):
+            return batch
+        item = {name: x for name, x in batch.items[0].items() if name != KEY}
+        return replace(batch, items=[item])
 
     @contextmanager
     def in_force(self, batch: Batch, whole: bool) -> Iterator[argparse.Namespace]:
         """Put arguments and groups of one of the runs on `batch` in force."""
         args = with_changes(self.args[whole], arguments_of_microbatch(batch))
-        with ExitStack() as stack:
-            stack.enter_context(arguments_in_force(args, one_stage(self.alone, whole)))
-            if whole:
-                declares = self.declares(batch, whole)
-                stack.enter_context(whole_rows_in_force(batch.rules, declares))
+        rows = whole_rows_in_force(batch.rules, KEY in batch.items[0]) if whole else nullcontext()
+        with arguments_in_force(args, one_stage(self.alone, whole)), rows:
             yield args
 
     def observe(self, batch: Batch, seed: int, whole: bool) -> batch_probe.Seen:
         """Return what the step makes of a microbatch."""
-        item = batch.delivered(seed, 1, self.declares(batch, whole))
+        batch = self.given(batch, whole)
         with self.in_force(batch, whole):
-            return batch_probe.observe(self.models[whole], self.step, item)
+            return batch_probe.observe(self.models[whole], self.step, batch.delivered(seed, 1))
 
     def observe_stages(self, batch: Batch, seed: int, before: Any) -> list[batch_probe.Seen]:
         """Return what the step gives each virtual pipeline stage of this rank, where a whole model
@@ -277,11 +268,9 @@ class _TinyRuns:
         """Train one step on two microbatches. Labels that the loss mask hides are others in the
         reference run.
         """
-        items = [
-            self.batch.trained(seed + i, not whole, self.declares(self.batch, whole))
-            for i in range(MICROBATCHES)
-        ]
-        with self.in_force(self.batch, whole) as args:
+        batch = self.given(self.batch, whole)
+        items = [batch.trained(seed + i, blind=not whole) for i in range(MICROBATCHES)]
+        with self.in_force(batch, whole) as args:
             return _train(args, self.models[whole], items, self.step)
 
 

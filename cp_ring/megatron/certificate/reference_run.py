@@ -7,7 +7,6 @@ another document.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,18 +22,7 @@ from cp_ring.megatron.adapter.rotary import positions_in_force
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_model import attention_layers
-from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
 from cp_ring.megatron.wrapping import loaded_modules, replaced
-
-
-def uncovered_states(args: argparse.Namespace, mask: str) -> str:
-    """Return a text about recurrent layers that the reference run cannot have (a part of a document
-    on each tensor-parallel rank), or "".
-    """
-    shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
-    if shared and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
-        return f"the loss of recurrent layers under {mask} with --sequence-parallel"
-    return ""
 
 
 def follow_rules(model: Any, rules: list[MaskRule]) -> None:

@@ -101,17 +101,22 @@ def _one_block(config: Any, tiny: Any) -> Any:
 
 
 def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> Any:
-    """Return a new configuration of Megatron with the `KEPT` fields of the job's."""
+    """Return a new configuration of Megatron with the `KEPT` fields of the job's, its first layers,
+    small sizes that the ranks can share as they share the job's, and the recomputation that
+    concerns attention.
+    """
     # slow to import, and installed with Megatron only
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     latent = getattr(config, "multi_latent_attention", False)
     made = MLATransformerConfig if latent else TransformerConfig
     fields = {field.name for field in dataclasses.fields(made)}
-    tp = config.tensor_model_parallel_size
+    tp, letters = config.tensor_model_parallel_size, letters_of(args)
     sharing = config.num_attention_heads // config.num_query_groups
     groups = _key_heads(args, sharing)
+    count = number_of_layers(args, config, kinds)
     values = {name: getattr(config, name) for name in KEPT.split() if hasattr(config, name)} | {
+        "num_layers": count,
         "hidden_size": HIDDEN * tp,
         "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
@@ -121,8 +126,36 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         "attention_dropout": 0.0,
         "add_bias_linear": False,
     }
-    values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
-    values |= _recomputation(config, values["num_layers"])
+    for name in BY_LAYER:
+        value = getattr(config, name, None)
+        values[name] = value[:count] if isinstance(value, list) else value
+    if config.num_moe_experts:  # a few on each rank
+        balance = config.moe_router_load_balancing_type
+        values |= {
+            "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
+            "moe_ffn_hidden_size": HIDDEN * tp,
+            # Megatron defines it by the tokens of a rank, so another cp size makes another model.
+            "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
+        }
+    if config.recompute_granularity == "full":
+        values["recompute_num_layers"] = min(config.recompute_num_layers, count)
+    else:
+        modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
+        values["recompute_modules"] = sorted(modules)
+    if args.window_size is not None:
+        values["window_size"] = max(kind.probed for kind in kinds)
+    if SPARSE in letters:
+        # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
+        values |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
+    if letters or getattr(config, "is_hybrid_model", False):
+        heads = lcm(getattr(args, "mamba_num_groups", None) or 1, tp * args.context_parallel_size)
+        sizes = (
+            "mamba_head_dim",
+            "mamba_state_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+        )
+        values |= {"mamba_num_heads": heads} | dict.fromkeys(sizes, STATE)
     return made(**{name: value for name, value in values.items() if name in fields})
 
 
@@ -147,27 +180,6 @@ def transformer_config(args: argparse.Namespace) -> Any:
     from megatron.training.arguments import core_transformer_config_from_args
 
     return core_transformer_config_from_args(args)
-
-
-def _experts(config: Any) -> dict[str, Any]:
-    """Return a few small experts on each rank, if the job has experts."""
-    if not config.num_moe_experts:
-        return {}
-    balance = config.moe_router_load_balancing_type
-    return {
-        "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
-        "moe_ffn_hidden_size": HIDDEN * config.tensor_model_parallel_size,
-        # Megatron defines it by the tokens of a rank, so another cp size makes another model.
-        "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
-    }
-
-
-def _recomputation(config: Any, layers: int) -> dict[str, Any]:
-    """Return the recomputation of the job, as far as it concerns attention, for fewer layers."""
-    if config.recompute_granularity == "full":
-        return {"recompute_num_layers": min(config.recompute_num_layers, layers)}
-    modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
-    return {"recompute_modules": sorted(modules)}
 
 
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
@@ -214,23 +226,6 @@ def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
     return [text for text, uncovered in texts.items() if uncovered]
 
 
-def changes_of_layers(
-    args: argparse.Namespace, config: Any, kinds: list[LayerKind], tp: int
-) -> dict[str, Any]:
-    """Return the configuration fields that give a tiny model the first layers of the job."""
-    count = number_of_layers(args, config, kinds)
-    changes: dict[str, Any] = {"num_layers": count}
-    for name in BY_LAYER:
-        value = getattr(config, name, None)
-        changes[name] = value[:count] if isinstance(value, list) else value
-    if SPARSE in letters_of(args):
-        # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
-        changes |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
-    if args.window_size is not None:
-        changes["window_size"] = max(kind.probed for kind in kinds)
-    return changes | _recurrent(args, config, tp)
-
-
 def tiny_pattern(args: argparse.Namespace, layers: int) -> dict[str, str]:
     """Return the pattern of the first `layers` layers, and of those that predict tokens, under the
     argument names that the job uses; {} without a pattern.
@@ -238,22 +233,6 @@ def tiny_pattern(args: argparse.Namespace, layers: int) -> dict[str, str]:
     main, *further = pattern_of(args).split("/")
     tiny = "/".join([main_layers(main)[:layers], *further])
     return {name: tiny for name in PATTERNS if getattr(args, name, None)}
-
-
-def _recurrent(args: argparse.Namespace, config: Any, tp: int) -> dict[str, Any]:
-    """Return small state sizes, and numbers of heads that the ranks can share as they share the
-    job's.
-    """
-    if not (letters_of(args) or getattr(config, "is_hybrid_model", False)):
-        return {}
-    groups = getattr(args, "mamba_num_groups", None) or 1
-    return {
-        "mamba_head_dim": STATE,
-        "mamba_state_dim": STATE,
-        "mamba_num_heads": lcm(groups, tp * args.context_parallel_size),
-        "linear_key_head_dim": STATE,
-        "linear_value_head_dim": STATE,
-    }
 
 
 def build(args: argparse.Namespace) -> Any:
@@ -358,8 +337,8 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
     for name, group in vars(parallel_state).items():
         if not isinstance(group, dist.ProcessGroup) or "GLOO" in name:
             continue
-        expert, stage = "EXPERT" in name, "PIPELINE" in name or "EMBEDDING" in name
-        if whole or expert or stage:
+        expert = "EXPERT" in name
+        if whole or expert or "PIPELINE" in name or "EMBEDDING" in name:
             of_experts = data if expert and "DATA" in name and not whole else alone
             state[name] = tensor if "TENSOR" in name else of_experts
     for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
