@@ -116,7 +116,7 @@ def test_says_in_a_line_each_what_it_probed_and_how_long_it_took(trained):
     assert "probes passed in" in second and "(microbatch of 1x64 tokens under causal)" in second
     stored = json.loads((trained / "saved with" / "cp_ring_certificate.json").read_text())
     assert {"mask", "batch rows"} <= {probe["name"] for probe in stored["probes"]}
-    assert stored["about"]["arguments"]["window_size"] == [5, 0]
+    assert stored["about"]["arguments"]["window_size"] == "(5, 0)"
 
 
 def test_a_fault_stops_the_job_before_it_trains(tmp_path):

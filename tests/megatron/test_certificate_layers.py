@@ -1,11 +1,11 @@
-"""The layers of the certificate's tiny model: one of each kind that the flags describe."""
+"""The layers of the certificate's tiny model: the first ones, which show each kind of the flags."""
 
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 
-from cp_ring.megatron.certificate import tiny_layers
+from cp_ring.megatron.certificate import tiny_model
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -33,50 +33,56 @@ def configuration(**more):
         "kv_channels": 16,
         "window_size": None,
         "window_attn_skip_freq": None,
+        "cp_comm_type": "p2p",
     }
     return SimpleNamespace(**values | more)
 
 
 @pytest.mark.parametrize(
-    "pattern, tiny", [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-"), ("--E*", "-E*"), ("*", "*")]
-)
-def test_a_tiny_pattern_has_each_kind_of_layer_once(pattern, tiny):
+    "pattern, tiny",
+    [("*-*-*-", "*-"), ("E*-E|*-/*-*", "E*-/*-*"), ("--E*-E", "--E*"), ("*", "*"), ("**/M-*", "**/M-*")],
+)  # fmt: skip
+def test_a_tiny_pattern_has_each_kind_of_layer(pattern, tiny):
     args, config = flags(pattern), configuration()
-    kinds = find_layer_kinds(args, config, ("causal",))
-    chosen = tiny_layers.chosen_layers(args, config, kinds)
-    assert tiny_layers.tiny_pattern(args, chosen) == {"hybrid_layer_pattern": tiny}
-    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["num_layers"] == len(main_layers(tiny))
+    kinds = find_layer_kinds(args, config)
+    count = tiny_model.number_of_layers(args, config, kinds)
+    assert tiny_model.tiny_pattern(args, count) == {"hybrid_layer_pattern": tiny}
 
 
 @pytest.mark.parametrize(
-    "every, letters, tiny, experts",
-    [
-        (4, "GGG*GGG*", [1, 1, 0], [1, 0, 0]),
-        ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", [0, 1, 1], [1, 0, 1]),
-    ],
+    "every, letters, count", [(4, "GGG*GGG*", 4), ([0, 1, 1, 1, 0, 1, 1, 1], "*GGG*GGG", 3)]
 )
-def test_linear_attention_of_a_gpt_model(every, letters, tiny, experts):
+def test_linear_attention_of_a_gpt_model(every, letters, count):
     """Each kind of attention with each kind of MLP: experts are in every second layer."""
-    args, config = (
-        flags("", num_layers=8, num_experts=8, moe_layer_freq=2, mtp_num_layers=2,
-              experimental_attention_variant="gated_delta_net", linear_attention_freq=every),
-        configuration(),
+    args = flags(
+        "", num_layers=8, num_experts=8, moe_layer_freq=2, mtp_num_layers=2,
+        experimental_attention_variant="gated_delta_net", linear_attention_freq=every,
     )  # fmt: skip
     assert letters_of(args) == letters
     assert attention_layers(args) == [n for n, letter in enumerate(letters, 1) if letter == "*"]
     assert predicting_layers(args) == ([1, 2] if letters[-1] == "*" else [])
-    kinds = find_layer_kinds(args, config, ("causal",))
-    changes = tiny_layers.changes_of_layers(args, config, kinds, 1)
-    assert changes["linear_attention_freq"] == tiny and changes["moe_layer_freq"] == experts
-    assert changes["num_layers"] == 3
-    assert changes["linear_value_head_dim"] == tiny_layers.STATE
+    kinds = find_layer_kinds(args, configuration())
+    assert tiny_model.number_of_layers(args, configuration(), kinds) == count
+
+
+@pytest.mark.parametrize(
+    "more, count",
+    [
+        ({}, 1),
+        ({"mtp_num_layers": 2}, 2),
+        ({"num_experts": 8, "moe_layer_freq": [0, 0, 0, 1, 1, 1]}, 4),
+        ({"cp_comm_type": ["p2p", "p2p", "a2a", "p2p", "p2p", "p2p"]}, 3),
+    ],
+)
+def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
+    args, config = flags("", num_layers=6, **more), configuration(**more)
+    assert tiny_model.number_of_layers(args, config, find_layer_kinds(args, config)) == count
 
 
 def test_what_no_tiny_model_has_is_named():
     args = flags("", moe_expert_capacity_factor=0.5, moe_router_load_balancing_type="sinkhorn")
     config = configuration(cpu_offloading=True, expert_model_parallel_size=2)
-    assert tiny_layers.uncovered_layers(args, config) == [
+    assert tiny_model.uncovered_layers(args, config) == [
         "the capacity of experts (which Megatron defines by the tokens of a rank)",
         "Sinkhorn routing (which Megatron defines by the tokens of a rank)",
         "experts of other ranks",

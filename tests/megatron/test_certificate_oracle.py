@@ -5,13 +5,17 @@ layers that flags describe.
 import argparse
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 
-from cp_ring.megatron.certificate.attention_probes import ExaminedLayers
+from cp_ring.megatron import settings
+from cp_ring.megatron.certificate import batch
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import document_rule
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
+from cp_ring.megatron.options import Options
 
 
 def job(**config):
@@ -29,34 +33,47 @@ def job(**config):
     )
 
 
-def test_each_distinct_kind_once_under_each_mask():
-    found = find_layer_kinds(
-        *job(window_size=(128, 0), window_attn_skip_freq=2), ("causal", "packed")
-    )
-    assert [(kind.layer, kind.numbers, kind.window, kind.mask) for kind in found] == [
-        (1, (1, 3), (128, 0), "causal"), (1, (1, 3), (128, 0), "packed"),
-        (2, (2, 4), (-1, -1), "causal"), (2, (2, 4), (-1, -1), "packed"),
+def test_each_distinct_kind_once():
+    found = find_layer_kinds(*job(window_size=(128, 0), window_attn_skip_freq=2))
+    assert [(kind.layer, kind.numbers, kind.window) for kind in found] == [
+        (1, (1, 3), (128, 0)), (2, (2, 4), (-1, -1)),
     ]  # fmt: skip
     assert all((kind.heads, kind.groups, kind.d, kind.scale) == (4, 2, 64, 0.125) for kind in found)
 
 
 def test_a_probe_shows_the_edge_of_its_window():
-    (near,) = find_layer_kinds(*job(window_size=(500, 0)), ("causal",))
+    (near,) = find_layer_kinds(*job(window_size=(500, 0)))
     assert near.probed == (500, 0) and near.tokens > 2 * 500 and near.tokens % (2 * 4 * 16) == 0
-    (far,) = find_layer_kinds(*job(window_size=(100_000, 0)), ("causal",))
+    (far,) = find_layer_kinds(*job(window_size=(100_000, 0)))
     assert 0 < far.probed[0] < far.tokens / 2 and far.tokens**2 * far.heads <= 4 << 24
     assert far.layer_name == f"layer 1 (window 100000, probed as {far.probed[0]})"
 
 
-def test_layers_get_the_offsets_of_documents_on_their_device():
-    offsets = torch.tensor([0, 8, 16], dtype=torch.int32)
-    given = SimpleNamespace(cu_seqlens_q=offsets, qkv_format="thd")
-    for packed in (given, None):
-        batch = SimpleNamespace(packed=packed, kind=None)
-        meta = torch.device("meta")
-        found = ExaminedLayers({}, None, torch.float32, meta, 0, batch).packed
-        assert found is None if packed is None else found.cu_seqlens_q.is_meta
-    assert given.cu_seqlens_q is offsets  # which the batch of the probe is made from
+def test_layers_get_the_offsets_of_documents_on_their_device(monkeypatch):
+    monkeypatch.setattr(batch, "thd_params", lambda *offsets: offsets)
+    monkeypatch.setattr(batch, "own_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(
+        batch, "documents_of", lambda *_: batch.Documents.in_rows(np.array([0, 16]), 1, 2)
+    )
+    drawn = Batch.draw("packed", 1, 16, 2)
+    assert all(offsets.is_meta for offsets in drawn.packed)
+    assert not drawn.delivered(1)["cu_seqlens"].is_meta
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents", "packed", "declared tree"])
+def test_a_drawn_microbatch_is_what_it_declares(mask):
+    """Two ranks hold each token once, and no token is another's label."""
+    with settings.in_force(Options.make(mask_kinds="tree" if " " in mask else "")):
+        drawn = Batch.draw(mask, 2, 128, 2)
+        item = drawn.delivered(1)
+    rows = 1 if mask == "packed" else 2
+    assert drawn.shape == item["tokens"].shape == (rows, 128) and len(drawn.rules) == rows
+    assert torch.equal(item["tokens"][:, 1:], item["labels"][:, :-1])
+    assert item["tokens"].unique().numel() == rows * 128
+    assert torch.cat(drawn.positions, 1).sort().values.tolist() == [[*range(128)]] * rows
+    for rule, ids in zip(drawn.rules, item["position_ids"], strict=True):
+        assert torch.equal(rule.positions, ids)
+        assert (len(rule.pieces) > 1) == (mask != "causal")
 
 
 def test_the_worst_rank_counts_and_nan_is_worst():
@@ -76,8 +93,8 @@ def test_weights_of_the_loss_add_up_to_whole_numbers_on_each_rank_of_any_layout(
     ranks = [torch.tensor([[*range(7), *range(20, 25)]]), torch.tensor([[*range(7, 20)]])]
     for kind in ("causal", "packed"):
         rules = [document_rule(25, [(0, 9), (9, 25)])]
-        batch = Batch(SimpleNamespace(mask=kind), rules, [], None, ranks)
-        weights = batch._loss_mask(torch.Generator().manual_seed(3))
+        drawn = Batch(kind, [], (1, 25), rules, None, ranks)
+        weights = drawn._factors(torch.Generator().manual_seed(3))
         assert weights.gt(0).sum() > 9 and weights.unique().numel() > 4
         for mine in ranks:
             assert weights.gather(1, mine).sum() % 1 == 0

@@ -1,5 +1,6 @@
-"""The batch rows of a probe: their masks, with samples of declared ones, their split over the ranks
-as the job splits its own, and random tokens in the form of a data set's.
+"""A microbatch, drawn or the one that the job trains on first, as its data set, sampler and collate
+function make it: the masks of its batch rows, with samples of declared ones, and their split over
+the ranks as the job splits its own.
 
 Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
 """
@@ -7,12 +8,14 @@ Shapes: b batch rows, n tokens of a batch row, s tokens that a rank holds of it.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_ring.megatron import settings
@@ -26,145 +29,132 @@ from cp_ring.megatron.adapter.documents import (
 )
 from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
-from cp_ring.megatron.certificate.layer_kinds import PREFIX, LayerKind
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints
 
 VOCABULARY = 128
 TOKENS = ("input_ids", "tokens")
-DOCUMENTS = 4  # of a batch row
+DOCUMENTS = 4  # of a drawn batch row
+MOST_TOKENS = 1 << 20  # of a drawn microbatch
+PREFIX = "declared "  # of the kinds of `mask_kinds` in the certificate, as in `declared tree`
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch rows of a microbatch of `kind`.
+    """A microbatch.
 
     Attributes:
-        rules: the mask rule of each batch row.
-        masks: the declared mask of each batch row; [] if the job's masks are not declared.
+        mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared`
+            and a kind of `mask_kinds`.
+        items: dictionaries of tensors [b, n]: whole batch rows, what a whole model on this rank
+            reads, and what each of its virtual stages does; a single one for a drawn microbatch,
+            which all of them read.
+        shape: (b, n).
+        rules: the mask rule of each batch row; packed documents are one row.
         packed: the `packed_seq_params` of layers, or None if every batch row is one document.
-        positions: the indices in their batch rows of each rank's tokens, int64 [b, s].
-        items: of the job's own microbatch: whole batch rows, what a whole model on this rank reads,
-            and what each of its virtual stages does. [] for a drawn one.
+        positions: the indices in their batch rows of each rank's tokens, int64 [rows, s].
     """
 
-    kind: LayerKind
+    mask: str
+    items: Sequence[Any]
+    shape: tuple[int, int]
     rules: list[MaskRule]
-    masks: list[Mask]
     packed: Any
     positions: list[Tensor]
-    items: Sequence[Any] = ()
 
     @classmethod
-    def draw(cls, kind: LayerKind, cp: int, padded: bool = False) -> Batch:
-        """Draw the masks. With `padded`, packed documents have padding if the job's may."""
-        n, seeds = kind.tokens, range(1, kind.batch_size + 1)
-        if kind.mask.startswith(PREFIX):
-            return cls.split(
-                kind, n, [], [sample(kind.mask.removeprefix(PREFIX), n, seed) for seed in seeds], cp
-            )
-        separate = kind.mask == "packed" and not in_force().whole_rows
-        unit = 4 * cp if separate else 1  # each document is split separately
-        parts = 1 if kind.mask == "causal" else DOCUMENTS
-        spans = [_pairs(_edges(n // unit, parts, seed) * unit) for seed in seeds]
-        if padded and separate:
-            spans = [each - np.outer(np.arange(1, len(each) + 1) % 3 + 1, (0, 1)) for each in spans]
-        return cls.split(kind, n, spans, [], cp)
-
-    @classmethod
-    def read(cls, kind: LayerKind, cp: int, items: Sequence[Any], item: dict[str, Any]) -> Batch:
-        """Read the documents or masks of the job's own microbatch: `item`, of whole batch rows, of
-        which the iterators of this rank gave `items`.
+    def draw(cls, mask: str, rows: int, n: int, cp: int, padded: bool = False) -> Batch:
+        """Draw at most `rows` batch rows of about `n` tokens, all of them different and beyond any
+        vocabulary. With `padded`, packed documents have padding if the job's may.
         """
-        b, n = next(item[name] for name in TOKENS if name in item).shape
-        kind, masks, rows = replace(kind, tokens=n, batch_size=b), [], [np.array([0, n])] * b
-        if kind.mask.startswith(PREFIX):
-            from cp_ring.megatron.data.masks import read  # few jobs declare masks
+        separate = mask == "packed" and not in_force().whole_rows
+        unit = 4 * cp if separate else 1  # each document is split separately
+        n -= n % unit
+        b = 1 if mask == "packed" else max(1, min(rows, MOST_TOKENS // n))
+        tokens = torch.arange(n) + (n + 1) * torch.arange(b)[:, None]
+        item: Any = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(b, n)}
+        seeds = range(1, b + 1)
+        if mask.startswith(PREFIX):
+            masks = [sample(mask.removeprefix(PREFIX), n, seed) for seed in seeds]
+            item[KEY] = masks
+            places = [torch.from_numpy(each.positions) for each in masks]
+        else:
+            parts = 1 if mask == "causal" else DOCUMENTS
+            lengths = [np.diff(_edges(n // unit, parts, seed) * unit).tolist() for seed in seeds]
+            places = [torch.cat([torch.arange(each) for each in of_row]) for of_row in lengths]
+        item["position_ids"] = torch.stack(places)
+        if mask == "packed":  # as in the data sets of Megatron's scripts
+            offsets = np.append(0, np.cumsum(lengths[0]))
+            item["cu_seqlens"] = torch.tensor(offsets[None], dtype=torch.int32)
+            item["max_seqlen"] = torch.tensor([max(lengths[0])], dtype=torch.int32)
+        return cls.read(mask, [item], cp, padded and separate)
+
+    @classmethod
+    def read(cls, mask: str, items: Sequence[Any], cp: int, padded: bool = False) -> Batch:
+        """Read the documents or masks of a microbatch from its whole batch rows, and split them as
+        the settings in force say. With `padded`, documents end with padding.
+        """
+        item, ring, packed = items[0], in_force(), None
+        b, n = shape = next(item[name] for name in TOKENS if name in item).shape
+        rows, n = (1, b * n) if mask == "packed" else (b, n)  # one stream
+        edges = n * np.arange(rows + 1)
+        if mask == "packed":
+            offsets = item["cu_seqlens"].view(b, -1) + shape[1] * torch.arange(b)[:, None]
+            edges = np.union1d(edges, offsets)
+        elif mask == "documents":
+            ids = item["position_ids"].view(b, -1, n)  # may have three sections
+            edges = np.union1d(edges, np.flatnonzero((ids == 0).all(1)))
+        spans = np.stack([edges[:-1], edges[1:]], 1)
+        if padded:
+            spans[:, 1] -= np.arange(1, len(edges)) % 3 + 1
+        rules = [
+            document_rule(n, (spans[spans[:, 0] // n == row] - n * row).tolist())
+            for row in range(rows)
+        ]
+        if mask.startswith(PREFIX):
+            from cp_ring.megatron.data.masks import DeclaredMask, read  # few jobs declare masks
 
             masks = read(item.get(KEY), b, n, settings.current().kinds)
-        elif kind.mask == "packed":  # one stream
-            offsets = item["cu_seqlens"].view(b, -1) + n * torch.arange(b)[:, None]
-            rows = [np.unique(np.append(offsets, [0, n * b]))]
-        elif kind.mask == "documents":
-            ids = item["position_ids"].view(b, -1, n)  # may have three sections
-            rows = [np.append(np.flatnonzero((each == 0).all(0)), n) for each in ids]
-        batch = cls.split(kind, int(rows[0][-1]), [_pairs(edges) for edges in rows], masks, cp)
-        own = next((each for each in items if each is not None), None)
-        if own is None and compat.group_of(None, "tp").rank() == 0:  # which loads for the others
-            own = item
-        return replace(batch, items=[item, own, *items])
-
-    @classmethod
-    def split(cls, kind: LayerKind, n: int, spans: list[Ints], masks: list[Mask], cp: int) -> Batch:
-        """Split batch rows of `n` tokens as the settings in force say. They have the `masks`, or
-        documents with these `spans`, int64 [documents, 2].
-        """
-        ring, packed = in_force(), None
-        rules = [document_rule(n, of_row.tolist()) for of_row in spans]
-        if masks:
-            from cp_ring.megatron.data.masks import DeclaredMask  # few jobs declare masks
-
-            rules = [declared_rule(mask) for mask in masks]
+            rules = [declared_rule(each) for each in masks]
             packed = DocumentParams.carry(DeclaredMask.of_rows(masks, cp, ring.split))
-        elif kind.mask == "documents":
-            starts = [of_row[:, 0] + n * number for number, of_row in enumerate(spans)]
-            offsets = np.append(np.concatenate(starts), n * len(spans))
-            packed = DocumentParams.carry(Documents.in_rows(offsets, len(spans), cp, ring.split))
-        elif kind.mask == "packed":
-            real = np.append(0, np.cumsum(np.diff(spans[0])))
-            both = (torch.tensor(x, dtype=torch.int32) for x in (real, [*spans[0][:, 0], n]))
-            packed = thd_params(*both)
-        batch_rows = 1 if packed is None else len(rules)
-        split = documents_of(packed, (batch_rows, n // cp), cp, ring)
-        positions = [split.places(rank).T.expand(len(rules), -1) for rank in range(cp)]
-        return cls(kind, rules, masks, packed, positions)
-
-    def data(self, seed: int, distinct: bool = False, blind: bool = False) -> dict[str, Any]:
-        """Draw a microbatch. The loss mask differs between ranks, and has fractions. A new one each
-        time, because a script may write into the dictionary and its tensors.
-
-        With `distinct`, all tokens differ, beyond any vocabulary. With `blind`, labels are others
-        where the loss mask is 0.
-        """
-        random, shape = torch.Generator().manual_seed(seed), (len(self.rules), self.kind.tokens + 1)
-        tokens = (
-            torch.arange(shape[0] * shape[1]).view(shape)
-            if distinct
-            else torch.randint(VOCABULARY, shape, generator=random)
-        )
-        loss_mask, labels = self._loss_mask(random), tokens[:, 1:].contiguous()
-        if blind:
-            labels = torch.where(loss_mask == 0, (labels + 1) % VOCABULARY, labels)
-        data: dict[str, Any] = {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": labels,
-            "position_ids": torch.stack([rule.positions for rule in self.rules]),
-            "loss_mask": loss_mask,
-        }
-        if self.masks:
-            data[KEY] = self.masks
-        if self.kind.mask == "packed":  # as in the data sets of Megatron's scripts
-            data["cu_seqlens"] = self.packed.cu_seqlens_q_padded[None]
-            data["max_seqlen"] = torch.tensor([self.packed.max_seqlen_q], dtype=torch.int32)
-        return data
+        elif mask == "documents":
+            packed = DocumentParams.carry(Documents.in_rows(edges, rows, cp, ring.split))
+        elif mask == "packed":
+            both = np.append(0, np.cumsum(np.diff(spans))), edges
+            packed = thd_params(
+                *(torch.tensor(x, dtype=torch.int32).to(own_device()) for x in both)
+            )
+        split = documents_of(packed, (rows, n // cp), cp, ring)
+        places = [split.places(rank).T for rank in range(cp)]
+        return cls(mask, items, shape, rules, packed, places)
 
     def delivered(self, seed: int, number: int = 0) -> Any:
-        """Return a copy of this one of `items`; else a drawn microbatch, in which tokens differ.
+        """Return a copy of this one of `items`, because a script may write into the dictionary and
+        its tensors.
 
         The loss mask has random factors and further zeros: equal weights would not show whose they
         are.
         """
-        if not self.items:
-            return self.data(seed, distinct=True)
-        item = copy.deepcopy(self.items[number])
+        item = copy.deepcopy(self.items[number % len(self.items)])
         if item and isinstance(own := item.get("loss_mask"), Tensor):
-            factors = self._loss_mask(torch.Generator().manual_seed(seed))
+            factors = self._factors(torch.Generator().manual_seed(seed))
             item["loss_mask"] = own * factors.view(own.shape)
         return item
 
-    def _loss_mask(self, random: torch.Generator) -> Tensor:
+    def trained(self, seed: int, blind: bool) -> Any:
+        """Return a copy of a drawn microbatch with random tokens of the vocabulary. With `blind`,
+        labels are others where the loss mask is 0.
+        """
+        item, random = self.delivered(seed), torch.Generator().manual_seed(seed)
+        table = torch.randint(VOCABULARY, (int(item["labels"].max()) + 1,), generator=random)
+        item["tokens"] = table[item["tokens"]]
+        others = blind * (item["loss_mask"] == 0)
+        item["labels"] = (table[item["labels"]] + others) % VOCABULARY
+        return item
+
+    def _factors(self, random: torch.Generator) -> Tensor:
         """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
-        sequence: float32 [b, n].
+        sequence: float32 [rows, n].
 
         The weights of a rank add up to a whole number: loss functions of Megatron's scripts cut off
         fractions of this sum, with and without context parallelism.
@@ -173,7 +163,7 @@ class Batch:
         b, n = last.shape
         some = torch.rand(b, n, generator=random) < torch.linspace(0.4, 1.0, n)
         mask = some * torch.randint(1, 8, (b, n), generator=random) / 4
-        if self.kind.mask in ("documents", "packed"):
+        if self.mask in ("documents", "packed"):
             mask[last] = 0
         for mine in self.positions:
             part = mask.gather(1, mine)
@@ -183,9 +173,40 @@ class Batch:
         return mask
 
 
-def _pairs(edges: Any) -> Ints:
-    """Return the documents between offsets, int64 [documents, 2]."""
-    return np.stack([edges[:-1], edges[1:]], 1)
+def take(iterators: Any) -> list[Any]:
+    """Take one item of each of Megatron's data iterators (one, or one for each virtual stage), and
+    hand it back, for training; None where a rank has no data.
+    """
+    items = []
+    for iterator in iterators if isinstance(iterators, list) else [iterators]:
+        # beneath Megatron's record of microbatches
+        items.append(next(iterator.iterable, None) if hasattr(iterator, "iterable") else None)
+        if items[-1] is not None:
+            iterator.iterable = itertools.chain(items[-1:], iterator.iterable)
+    return items
+
+
+def shared_items(items: list[Any]) -> list[Any]:
+    """Return the item of the first of the ranks that share a microbatch, what a whole model on this
+    rank reads, and `items`; [] if there is no data. All ranks call it together if one has `items`.
+    """
+    own = next((each for each in items if each is not None), None)
+    held = [own]
+    for name in ("pp", "tp", "cp") if items else ():
+        dist.broadcast_object_list(held, group=compat.group_of(None, name), group_src=0)
+    (whole,) = held
+    if own is None and compat.group_of(None, "tp").rank() == 0:  # which loads for the others
+        own = whole
+    return [whole, own, *items] if whole else []
+
+
+def own_device() -> torch.device:
+    """Return the device of this rank."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _edges(n: int, parts: int, seed: int) -> Ints:
@@ -203,8 +224,7 @@ def sample(kind: str, n: int, seed: int) -> Mask:
     """Return a mask of `n` tokens, at least 64, of a kind of `MASK_KINDS`. Each seed gives another
     mask.
     """
-    random = np.random.default_rng(seed)
-    cuts = [0, *sorted(random.choice(np.arange(1, n), 6, replace=False).tolist())]
+    cuts = _edges(n, 7, seed).tolist()[:-1]
     lengths, edges = np.diff(cuts).tolist(), [*cuts[::2], n]
     block = n // 9 + seed % 5
     match kind:

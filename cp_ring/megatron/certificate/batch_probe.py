@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, documents_of, without_whole_rows
-from cp_ring.megatron.certificate.batch import TOKENS, VOCABULARY, Batch
+from cp_ring.megatron.certificate.batch import PREFIX, TOKENS, VOCABULARY, Batch
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
@@ -123,29 +123,31 @@ def compare_stages(whole: Seen, stages: list[Seen], about: tuple[str, str]) -> l
     rank: documents and masks, rotary embeddings, and labels and their weights if the stage has
     them. `about` names the microbatch and its mask.
     """
-    wrong = [
-        f"stage {number} of this rank has another {NAMES.get(name, 'mask')} than a whole model"
-        for number, seen in enumerate(stages)
-        for name in seen.keys() | {"packed", "rotary"} & whole.keys()
-        if not _alike(name, seen.get(name), whole[name], whole["tokens"].shape)
-    ]
+    wrong = []
+    for number, seen in enumerate(stages):
+        for name in seen.keys() | {"packed", "rotary"} & whole.keys():
+            mine, wanted = seen.get(name), whole[name]
+            if not (
+                _same_documents(mine, wanted, whole["tokens"].shape)
+                if name == "packed"
+                else mine is not None and torch.equal(mine, wanted)
+            ):
+                shown = NAMES.get(name, "mask")
+                wrong.append(f"stage {number} of this rank has another {shown} than a whole model")
     first = min(wrong, default="")
     probe = Probe("inputs of pipeline stages", *about, len(wrong), 0.0, first, "places")
     return [probe] if stages else []
 
 
-def _alike(name: str, mine: Any, whole: Any, shape: Any) -> bool:
-    """Return True if both tensors are equal, or if both `packed_seq_params` split tokens of this
-    shape [b, s] alike, by the same mask.
+def _same_documents(mine: Any, whole: Any, shape: Any) -> bool:
+    """Return True if both `packed_seq_params` split tokens of this shape [b, s] on this rank alike,
+    by the same mask.
     """
-    if name != "packed":
-        return mine is not None and torch.equal(mine, whole)
-    ours, theirs = (_documents(packed, shape) for packed in (mine, whole))
-    if ours is None or theirs is None:
-        return ours is theirs
-    rank = compat.group_of(None, "cp").rank()
-    places = ours.positions(rank), theirs.positions(rank)
-    return ours.mask().digest == theirs.mask().digest and torch.equal(*places)
+    rank, found = compat.group_of(None, "cp").rank(), []
+    for documents in (_documents(packed, shape) for packed in (mine, whole)):
+        places = documents and documents.positions(rank).numpy().tobytes()
+        found.append(documents and (documents.mask().digest, places))
+    return bool(found[0] == found[1])
 
 
 def _documents(packed: Any, shape: Any) -> Any:
@@ -186,7 +188,6 @@ def compare(
         positions = split.places(rank).T if split else positions
     positions = positions.to(truth["labels"].device)
     batch_rows, s = positions.shape
-    index = torch.arange(batch_rows, device=positions.device)[:, None], positions
     probes = []
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
@@ -196,49 +197,45 @@ def compare(
             continue
         rows_fit = {len(mine), len(whole)} <= {1, batch_rows}
         if rows_fit and mine.shape[1] == s and whole.shape[1] > int(positions.max()):
-            expected = whole.expand(batch_rows, *whole.shape[1:])[index]
-            mine = mine.expand_as(expected)
+            rows = whole.expand(batch_rows, *whole.shape[1:])
+            expected = rows[torch.arange(batch_rows)[:, None], positions]
             if name == "weights":
                 # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
                 # whether the numbers are right.
                 mine, expected = (x / (x.sum() or 1) for x in (mine, expected))
-            probes.append(_probe(shown, mine, expected, positions, "at cp 1", about))
+            probes.append(_probe(shown, mine, expected, "at cp 1", about, positions))
     if "packed" in ours:
-        wrong = not _alike("packed", ours["packed"], packed, positions.shape)
+        wrong = not _same_documents(ours["packed"], packed, positions.shape)
         where = "the layers get others than the batch has"
         probes.append(Probe("documents", *about, float(wrong), 0.0, where, "microbatches"))
-    data = batch.delivered(seed)
-    if "weights" in truth and truth["labels"].shape == data["labels"].shape:
-        labels, weights = truth["labels"], truth["weights"]
-        hidden, declared = (data[name].to(labels.device) for name in ("loss_mask", "labels"))
-        places = torch.arange(labels.shape[1]).expand_as(labels)
-        unseen = torch.where(hidden == 0, 0.0, weights)
-        counted = torch.where(weights == 0, labels, declared)
-        for name, mine, expected in (
-            ("weight of a token that the loss mask hides", weights, unseen),
-            ("label that counts", labels, counted),
-        ):
-            probes.append(_probe(name, mine, expected, places, "by the batch itself", about))
-    return probes + _next_tokens(truth, batch, about)
+    return [*probes, *_by_itself(truth, batch, seed, about)]
 
 
-def _next_tokens(truth: Seen, batch: Batch, about: tuple[str, str]) -> list[Probe]:
-    """Compare labels that count with the next tokens of their documents. Return [] for a job that
-    predicts something else: most labels are none of the tokens nearby, or, under masks that batches
-    declare, not the next ones.
+def _by_itself(truth: Seen, batch: Batch, seed: int, about: tuple[str, str]) -> Iterator[Probe]:
+    """Compare the inputs of a whole model with the batch, and labels that count with the next
+    tokens of their documents; but not for a job that predicts something else: most labels are none
+    of the tokens nearby, or, under masks that batches declare, not the next ones.
     """
-    if "weights" not in truth or truth["tokens"].shape != truth["weights"].shape:
-        return []
-    tokens, labels, weights = (truth[name] for name in ("tokens", "labels", "weights"))
-    last = torch.stack([rule.last for rule in batch.rules]).to(labels.device)
-    counts = (weights != 0) & ~last.view(labels.shape)
+    data = batch.delivered(seed)
+    if "weights" not in truth or data["labels"].numel() != truth["labels"].numel():
+        return
+    labels, weights = truth["labels"], truth["weights"]
+    given = data["loss_mask"], data["labels"], torch.stack([rule.last for rule in batch.rules])
+    hidden, declared, last = (x.to(labels.device).view(labels.shape) for x in given)
+    unseen = torch.where(hidden == 0, 0.0, weights)
+    counted = torch.where(weights == 0, labels, declared)
+    itself = "by the batch itself", about
+    yield _probe("weight of a token that the loss mask hides", weights, unseen, *itself)
+    yield _probe("label that counts", labels, counted, *itself)
+    tokens = truth.get("tokens", labels.new_empty(0))
+    if tokens.shape != labels.shape:
+        return
+    counts = (weights != 0) & ~last
     near = [labels == tokens.roll(-shift, 1) for shift in (1, 0, 2)]
-    shares = [float(each[counts].float().mean()) for each in near[: 1 if batch.masks else 3]]
-    if not max(shares) > 0.5:
-        return []
-    expected = torch.where(counts, tokens.roll(-1, 1), labels)
-    places = torch.arange(labels.shape[1]).expand_as(labels)
-    return [_probe(NEXT, labels, expected, places, "the batch has", about)]
+    own = near[: 1 if batch.mask.startswith(PREFIX) else 3]
+    if max(float(each[counts].float().mean()) for each in own) > 0.5:
+        following = torch.where(counts, tokens.roll(-1, 1), labels)
+        yield _probe(NEXT, labels, following, "the batch has", about)
 
 
 def same_rows(batch: Batch, about: tuple[str, str]) -> Probe:
@@ -255,16 +252,21 @@ def same_rows(batch: Batch, about: tuple[str, str]) -> Probe:
 
 
 def _probe(
-    name: str, mine: Tensor, expected: Tensor, places: Tensor, source: str, about: tuple[str, str]
+    name: str,
+    mine: Tensor,
+    expected: Tensor,
+    source: str,
+    about: tuple[str, str],
+    places: Tensor | None = None,
 ) -> Probe:
-    """Count the tokens at `places` [b, s] whose value [b, s, ...] differs from the value expected
-    by `source`.
+    """Count the tokens, at `places` [b, s] or in order, whose value [b, s, ...] differs from the
+    value expected by `source`.
     """
     same = SAME * torch.maximum(mine.abs(), expected.abs()) if mine.is_floating_point() else 0
     wrong = ~((mine - expected).abs() <= same)
     wrong = wrong.flatten(2).any(2) if wrong.dim() > 2 else wrong
     where = ""
     for row, place in wrong.nonzero()[:1].tolist():
-        token = f"token {int(places[row, place])} of batch row {row}"
-        where = f"{token} has another {name} than {source}"
+        token = place if places is None else int(places[row, place])
+        where = f"token {token} of batch row {row} has another {name} than {source}"
     return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")

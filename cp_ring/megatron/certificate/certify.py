@@ -22,25 +22,18 @@ from packaging.version import Version
 from cp_ring.errors import ConfigError, KernelError, PlanError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.certificate import layer_probe, loss_probe
-from cp_ring.megatron.certificate.first_microbatch import Item, take
+from cp_ring.megatron.certificate import attention_probes, loss_probe
+from cp_ring.megatron.certificate.batch import take
+from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
-from cp_ring.megatron.certificate.training_step import ForwardStep
 from cp_ring.megatron.compat import megatron_version
-from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME
 
 FILE = "cp_ring_certificate.json"
 SEED = 20261121
 SKEW_S = 5.0  # largest time between ranks that fail in the same way
-_ARGUMENTS = """
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size world_size
-    num_attention_heads kv_channels multi_latent_attention window_size window_attn_skip_freq
-    softmax_type softmax_scale position_embedding_type rotary_base rotary_percent mtp_num_layers
-    cp_ring_document_mask cp_ring_mask_kinds
-"""
 
 _runs = RUNTIME.of_process(itertools.count())
 
@@ -69,10 +62,16 @@ def certify(
         certificate = run_probes(args, step=step, items=take(iterators) if before else None)
     if problem := verdict(certificate):
         rejection.reject(problem)
-    certificate.probes += before.probes if before else []
-    certificate.not_covered += before.not_covered if before else []
+    if before:
+        certificate.probes += before.probes
+        certificate.not_covered += before.not_covered
     if dist.get_rank() == 0 and getattr(args, "save", None):
-        _save(Path(args.save), certificate)
+        folder = Path(args.save)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
+        except OSError as error:
+            note(f"the certificate could not be written to {folder}: {error.strerror}")
     return certificate
 
 
@@ -87,7 +86,7 @@ def verdict(certificate: Certificate) -> str:
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
-    """Return date, versions, sizes, and the settings on which attention depends."""
+    """Return date, versions, settings and arguments."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {
@@ -97,26 +96,16 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
             "megatron-core": Version(megatron_version() or "0").public,
             "torch": torch.__version__,
         },
-        "ring": vars(settings.current()) | {"comm_types": comm_types.types_by_layer(args)},
-        "dtype": str(args.params_dtype).removeprefix("torch."),
-        "arguments": {name: getattr(args, name, None) for name in _ARGUMENTS.split()},
+        "ring": vars(settings.current()),
+        "arguments": {name: str(value) for name, value in vars(args).items()},
     }
-
-
-def _save(folder: Path, certificate: Certificate) -> None:
-    """Write the certificate as JSON into the folder of --save."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(certificate), indent=2, default=str))
-    except OSError as error:
-        note(f"the certificate could not be written to {folder}: {error.strerror}")
 
 
 def run_probes(
     args: argparse.Namespace,
     seed: int = SEED,
     step: ForwardStep | None = None,
-    items: list[Item | None] | None = None,
+    items: list[Any] | None = None,
 ) -> Certificate:
     """Run all probes of the job of `args` over its own groups or, with `items`, those of this
     microbatch. Every rank calls it and gets the same certificate, with the worst result of all
@@ -129,7 +118,7 @@ def run_probes(
     of_ranks = [certificate.probes] * dist.get_world_size()
     with states_restored():
         if items is None:
-            layer_probe.probe_layers(args, certificate, seed)
+            attention_probes.probe_layers(args, certificate, seed)
         _probe_losses(args, certificate, step, seed, items)
         dist.all_gather_object(of_ranks, certificate.probes)
     certificate.merge(of_ranks)

@@ -7,10 +7,10 @@ and values.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,72 +23,65 @@ class MaskRule:
     """The declared mask of a batch row, as a rule for pairs of tokens.
 
     Attributes:
-        sees: (queries, keys) to bool; both are int64 indices in the batch row on the CPU, of shapes
-            that broadcast.
+        pieces: (q0, q1, k0, k1, low, high): queries [q0, q1) see keys [k0, k1) that lie between low
+            and high tokens behind them. A pair is visible if it is in one of the pieces.
         positions: the position of each token, int64 [n].
         last: True for tokens without a next token in their sequence, bool [n].
-        edges: indices at which the mask is most likely wrong.
     """
 
-    sees: Callable[[Tensor, Tensor], Tensor]
+    pieces: Sequence[Any]
     positions: Tensor
     last: Tensor
-    edges: tuple[int, ...]
 
-    def allowed(self, queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
-        """Return which keys each query may see, bool [s, n]; queries [s] and keys [n] are indices
-        in the batch row.
+    @property
+    def edges(self) -> set[int]:
+        """Return indices at which the mask is most likely wrong."""
+        return {edge for piece in self.pieces for edge in piece[:4]}
 
-        window: how many earlier and later positions a query sees; -1 means any number. It limits
-            earlier keys only.
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return which pairs are visible, bool; both are int64 indices in the batch row on the CPU,
+        of shapes that broadcast.
         """
-        places, others = queries.cpu()[:, None], keys.cpu()
-        allowed = self.sees(places, others)
-        if window[0] >= 0:
-            allowed = allowed & (self.positions[places] - self.positions[others] <= window[0])
-        return allowed.to(queries.device)
+        seen = (query < 0) & (key < 0)
+        for q0, q1, k0, k1, low, high in self.pieces:
+            inside = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
+            seen |= inside & (key - query >= low) & (key - query <= high)
+        return seen
 
 
 def document_rule(n: int, spans: Sequence[tuple[int, int]]) -> MaskRule:
     """Return the rule in which tokens see the earlier tokens of their own document [start, end).
     Tokens outside all documents are padding, which neither sees nor is seen.
     """
-    document, position = torch.full((n,), -1), torch.arange(n)
-    for number, (start, end) in enumerate(spans):
-        document[start:end] = number
+    position, last = torch.arange(n), torch.ones(n, dtype=torch.bool)
+    for start, end in spans:
         position[start:end] -= start
-
-    def sees(query: Tensor, key: Tensor) -> Tensor:
-        return (document[query] >= 0) & (document[query] == document[key]) & (key <= query)
-
-    last = (document < 0) | (document.roll(-1) != document)
-    last[-1] = True
-    return MaskRule(sees, position, last, tuple(itertools.chain(*spans)))
+        last[start : end - 1] = False
+    return MaskRule([(*span, *span, -n, 0) for span in spans], position, last)
 
 
 def declared_rule(mask: Mask) -> MaskRule:
-    """Return the rule of a mask that a batch declares: a pair is visible in one of its pieces."""
+    """Return the rule of a mask that a batch declares."""
     pieces = list(mask.pieces)
-
-    def sees(query: Tensor, key: Tensor) -> Tensor:
-        seen = (query < 0) & (key < 0)
-        for q0, q1, k0, k1, low, high in pieces:
-            inside = (query >= q0) & (query < q1) & (key >= k0) & (key < k1)
-            seen |= inside & (key - query >= low) & (key - query <= high)
-        return seen
-
-    edges = {edge for piece in pieces for edge in piece[:4]}
-    return MaskRule(sees, torch.from_numpy(mask.positions), torch.from_numpy(mask.last), (*edges,))
+    return MaskRule(pieces, torch.from_numpy(mask.positions), torch.from_numpy(mask.last))
 
 
 def allowed_pairs(
     rules: Sequence[MaskRule], queries: Tensor, keys: Tensor, window: tuple[int, int]
 ) -> Tensor:
-    """Return which keys each query may see, bool [b, s, n]: `MaskRule.allowed` of each batch row's
-    queries [b, s] and keys [b, n].
+    """Return which keys each query may see, bool [b, s, n]; queries [b, s] and keys [b, n] are
+    indices in the batch rows of `rules`.
+
+    window: how many earlier and later positions a query sees; -1 means any number. It limits
+        earlier keys only.
     """
-    each = zip(rules, queries, keys, strict=True)
-    return torch.stack([rule.allowed(query, key, window) for rule, query, key in each])
+    found = []
+    for rule, query, key in zip(rules, queries.cpu()[..., None], keys.cpu()[:, None], strict=True):
+        allowed = rule.sees(query, key)
+        if window[0] >= 0:
+            allowed &= rule.positions[query] - rule.positions[key] <= window[0]
+        found.append(allowed)
+    return torch.stack(found).to(queries.device)
 
 
 def attend(

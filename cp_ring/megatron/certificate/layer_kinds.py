@@ -1,5 +1,5 @@
-"""Finds the distinct kinds of attention in a job: windows, sinks and communication of its layers,
-and the masks of its microbatches.
+"""Finds the distinct kinds of attention layers in a job, by windows, sinks and communication, and
+the masks of its microbatches.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from cp_ring.megatron.certificate.batch import PREFIX
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
     attention_layers,
@@ -20,20 +21,15 @@ from cp_ring.megatron.flags.layer_pattern import (
 
 # scores of one batch row that a rank may hold; a probe that needs more uses a smaller window
 MAX_SCORES = 1 << 24
-MAX_ROWS = 32  # maximum of batch rows in a probe
-PREFIX = "declared "  # of the kinds of `mask_kinds` in the certificate, as in `declared tree`
 GRAIN = 16  # chunks are multiples of this many tokens, as packed kernels need
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One kind of attention layer with one kind of mask, as the flags declare it, and the size of
-    its probe.
+    """One kind of attention layer, as the flags declare it, and the size of its probe.
 
     Attributes:
         numbers: the numbers of the layers of this kind, counted from 1.
-        mask: `causal`, `documents` (boundaries in sbhd), `packed` (thd with padding), or `declared`
-            and a kind of `mask_kinds`.
         window: how many keys before and after itself a query sees; -1 means any number.
         probed: the window that the probe uses.
         scale: factor of the scores.
@@ -41,12 +37,10 @@ class LayerKind:
         heads, groups: query heads and key/value heads of a tensor-parallel rank.
         d, e: head sizes of keys and values.
         tokens: tokens of a batch row of the probe.
-        batch_size: batch rows of the probe.
         comm_type: Megatron's `cp_comm_type` of the layer.
     """
 
     numbers: tuple[int, ...]
-    mask: str
     window: tuple[int, int]
     probed: tuple[int, int]
     scale: float
@@ -56,19 +50,12 @@ class LayerKind:
     d: int
     e: int
     tokens: int
-    batch_size: int = 1
-    comm_type: str = "p2p"
+    comm_type: str
 
     @property
     def layer(self) -> int:
         """The number of the first layer of this kind."""
         return self.numbers[0]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Return Megatron's arguments that give the size of a probe's microbatch."""
-        lengths = dict.fromkeys(("seq_length", "max_position_embeddings"), self.tokens)
-        return lengths | {"micro_batch_size": self.batch_size}
 
     @property
     def layer_name(self) -> str:
@@ -81,10 +68,8 @@ class LayerKind:
         return f"layer {self.layer} ({', '.join(about)})"
 
 
-def find_layer_kinds(
-    args: argparse.Namespace, config: Any, masks: tuple[str, ...]
-) -> list[LayerKind]:
-    """Return every distinct kind of attention layer of the job, with each of `masks`.
+def find_layer_kinds(args: argparse.Namespace, config: Any) -> list[LayerKind]:
+    """Return every distinct kind of attention layer of the job.
 
     A model without attention has one kind without layers, which gives the size of its batch rows.
     """
@@ -92,46 +77,32 @@ def find_layer_kinds(
     layers = sorted({*attention_layers(args, config), *predicting_layers(args)})
     for layer in layers or [1]:
         key_heads = config_of_layer(config, layer).num_query_groups
-        alike.setdefault(
-            (declared_window(config, layer), comm_types.type_of(args, layer), key_heads), []
-        ).append(layer)
+        kind = declared_window(config, layer), comm_types.type_of(args, layer), key_heads
+        alike.setdefault(kind, []).append(layer)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     heads = config.num_attention_heads // tp
     scale, d, e = declared_scale(config)
     sink = getattr(config, "softmax_type", "vanilla")
-    batch_size = min(args.micro_batch_size, MAX_ROWS)
+    latent = getattr(config, "multi_latent_attention", False)
     kinds = []
     for (window, comm_type, key_heads), numbers in alike.items():
-        tokens, probed = _size_of_probe(window, cp, MAX_SCORES // heads // batch_size)
-        groups = (
-            heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
-        )
-        kinds += [
-            LayerKind(
-                tuple(numbers if layers else ()),
-                mask,
-                window,
-                probed,
-                scale,
-                sink,
-                heads,
-                groups,
-                d,
-                e,
-                tokens,
-                1 if mask == "packed" else batch_size,
-                comm_type,
-            )
-            for mask in masks
-        ]
+        tokens, probed = _size_of_probe(window, cp, MAX_SCORES // heads // args.micro_batch_size)
+        found, groups = tuple(numbers if layers else ()), max(1, key_heads // tp)
+        about = scale, sink, heads, heads if latent else groups, d, e, tokens, comm_type
+        kinds.append(LayerKind(found, window, probed, *about))
     return kinds
 
 
-def masks_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the kinds of mask that the job's microbatches can have."""
+def masks_of(args: argparse.Namespace, item: Any = None) -> tuple[str, ...]:
+    """Return the kinds of mask that the job's microbatches can have, or the one that an `item` of
+    its data declares.
+    """
     used = settings.current()
     if used.kinds:
-        return tuple(PREFIX + kind for kind in used.kinds)
+        return tuple(PREFIX + kind for kind in used.kinds[: 1 if item else None])
+    if item:
+        packed = item.get("cu_seqlens") is not None
+        return ("packed",) if packed else ("documents" if used.document_mask else "causal",)
     if used.document_mask:
         return ("documents", "packed")
     if settings.ring().whole_rows:

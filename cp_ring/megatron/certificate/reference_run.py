@@ -7,10 +7,9 @@ another document.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,26 +18,11 @@ from torch import Tensor
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.certificate.batch import Batch
+from cp_ring.megatron.adapter.rotary import positions_in_force
 from cp_ring.megatron.certificate.dense_oracle import DenseAttention, MaskRule
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
-from cp_ring.megatron.certificate.tiny_model import (
-    arguments_in_force,
-    attention_layers,
-    one_stage,
-)
-from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
+from cp_ring.megatron.certificate.tiny_model import attention_layers
 from cp_ring.megatron.wrapping import loaded_modules, replaced
-
-
-def uncovered_states(args: argparse.Namespace, mask: str) -> str:
-    """Return a text about recurrent layers that the reference run cannot have (a part of a document
-    on each tensor-parallel rank), or "".
-    """
-    shared = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
-    if shared and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
-        return f"the loss of recurrent layers under {mask} with --sequence-parallel"
-    return ""
 
 
 def follow_rules(model: Any, rules: list[MaskRule]) -> None:
@@ -94,20 +78,18 @@ def _by_document(
 
 
 @contextmanager
-def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> Iterator[None]:
-    """Put Megatron's arguments and groups, and cp_ring's settings, of the reference run in force:
-    batch rows in order, and multi-token prediction inside the declared documents.
+def whole_rows_in_force(rules: list[MaskRule], declares: bool) -> Iterator[None]:
+    """Put cp_ring's settings of the reference run in force: batch rows in order, and multi-token
+    prediction inside the declared documents.
 
     Rotary embeddings follow declared positions, and those of documents that a layout balances. The
-    kinds of masks stay set if the batch has masks, which a script's own step reads.
+    kinds of masks stay set if the batch `declares` masks, which a step reads.
     """
-    last = torch.stack([rule.last for rule in batch.rules])
-    places: AbstractContextManager[None] = nullcontext()
+    last = torch.stack([rule.last for rule in rules])
+    places = None
     if in_force().by_microbatch:
-        from cp_ring.megatron.adapter.rotary import positions_in_force
-
-        ids = torch.stack([rule.positions for rule in batch.rules], 1)
-        places = positions_in_force((ids, torch.arange(len(ids))[:, None].expand_as(ids)))
+        ids = torch.stack([rule.positions for rule in rules], 1)
+        places = ids, torch.arange(len(ids))[:, None].expand_as(ids)
 
     def roll(tensor: Any, *rest: Any, **named: Any) -> Any:
         if tensor is None:
@@ -119,8 +101,7 @@ def whole_rows_in_force(args: argparse.Namespace, alone: Any, batch: Batch) -> I
     modules = loaded_modules("megatron.core")
     rolls = ((each, "roll_tensor", roll) for each in modules if "roll_tensor" in vars(each))
     used = settings.current()
-    kinds = used.mask_kinds if batch.masks else ""
+    kinds = used.mask_kinds if declares else ""
     plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
-    groups = one_stage(alone, whole=True)
-    with arguments_in_force(args, groups), replaced(*rolls), places, settings.in_force(plain):
+    with replaced(*rolls), positions_in_force(places), settings.in_force(plain):
         yield

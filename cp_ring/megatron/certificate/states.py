@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cp_ring.megatron.adapter.ahead import LAYERS
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 from cp_ring.observe import watchdog
 
+_SCALE = "main_loss_backward_scale"
 _FRESH: dict[tuple[str, str], Any] = {
     ("MTPLossLoggingHelper", "tracker"): dict,
     ("DSAIndexerLossLoggingHelper", "tracker"): dict,  # one value for each layer of the first model
@@ -27,6 +29,9 @@ _FRESH: dict[tuple[str, str], Any] = {
     ("moe_logging", "_MOE_METRICS_TRACKER"): type(None),
     ("training", "_seqlen_stats_in_iteration"): type(None),
     ("training", "_seqlen_stats_active"): bool,
+    ("MTPLossAutoScaler", _SCALE): partial(torch.ones, ()),
+    ("DSAIndexerLossAutoScaler", _SCALE): type(None),
+    ("MoEAuxLossAutoScaler", _SCALE): type(None),
 }
 """The places where Megatron collects values: classes and modules by name, with an attribute and the
 function that makes its first value.
@@ -39,8 +44,6 @@ _SWITCHES: Any = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 )
 """Functions that read and write a state of the process."""
-_SCALERS = ("MTPLossAutoScaler", "DSAIndexerLossAutoScaler", "MoEAuxLossAutoScaler")
-_SCALE = "main_loss_backward_scale"
 
 
 def _collected() -> Iterator[tuple[Any, str, Any]]:
@@ -52,8 +55,6 @@ def _collected() -> Iterator[tuple[Any, str, Any]]:
         for (owner, name), first in _FRESH.items():
             if hasattr(known.get(owner), name):
                 yield known[owner], name, first()
-        for scaler in (known[name] for name in _SCALERS if hasattr(known.get(name), _SCALE)):
-            yield scaler, _SCALE, getattr(scaler, _SCALE)
 
 
 @contextmanager

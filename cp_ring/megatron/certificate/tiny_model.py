@@ -1,4 +1,6 @@
-"""Makes a tiny model from a job's flags, and Megatron's global state for it."""
+"""Makes a tiny model from a job's flags, with as many of the job's first layers as show each kind,
+and Megatron's global state for it. A hybrid model has layers by the letters of its pattern.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
+from math import lcm
 from typing import Any
 
 import torch
@@ -15,17 +19,22 @@ import torch.distributed as dist
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.certificate.batch import VOCABULARY
+from cp_ring.megatron.certificate.batch import VOCABULARY, Batch, own_device
 from cp_ring.megatron.certificate.layer_kinds import LayerKind
-from cp_ring.megatron.certificate.tiny_layers import (
-    changes_of_layers,
-    chosen_layers,
-    tiny_pattern,
-)
 from cp_ring.megatron.flags import comm_types
-from cp_ring.megatron.flags.layer_pattern import attends
+from cp_ring.megatron.flags.layer_pattern import (
+    PATTERNS,
+    SPARSE,
+    attends,
+    expert_layers,
+    letters_of,
+    main_layers,
+    pattern_of,
+)
 from cp_ring.megatron.wrapping import replaced
 
+BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "cp_comm_type")
+STATE = 16  # channels of a head of a recurrent layer, and of its state
 HIDDEN = 64
 EXPERTS = 4
 CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
@@ -49,30 +58,28 @@ depends on them. Other fields have Megatron's default.
 """
 
 
-def arguments_of_microbatch(kind: LayerKind) -> dict[str, Any]:
-    """Return the arguments with which a forward step takes a microbatch of this kind."""
-    off = CHECKS + (PACKING if kind.mask != "packed" else ())
-    return kind.sizes | dict.fromkeys(off, False)
+def arguments_of_microbatch(batch: Batch) -> dict[str, Any]:
+    """Return the arguments with which a forward step takes this microbatch."""
+    off = CHECKS + (PACKING if batch.mask != "packed" else ())
+    sizes = zip(("micro_batch_size", "seq_length"), batch.shape, strict=True)
+    return dict(sizes) | dict.fromkeys(off, False)
 
 
 def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
-    """Return the job's arguments with the sizes of a tiny model and one layer of each kind, in
-    float32, without pipeline stages. `tiny_config` is the configuration of the model.
+    """Return the job's arguments with the sizes of a tiny model and the first layers, which show
+    each kind, in float32, without pipeline stages. `tiny_config` is the configuration of the model.
     """
     config = transformer_config(args)
     tiny = _tiny_config(args, config, kinds)
-    types = tiny.cp_comm_type if isinstance(tiny.cp_comm_type, list) else [tiny.cp_comm_type]
-    changes = vars(tiny) | arguments_of_microbatch(kinds[0])
-    changes |= {
+    changes = vars(tiny) | {
         "vocab_size": VOCABULARY,
         "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
         "num_experts": tiny.num_moe_experts,
         # The table of positions keeps the job's length, because a microbatch of that length is
         # probed too.
-        "max_position_embeddings": max(kinds[0].tokens, args.seq_length or 0),
-        "cp_comm_type": types,
+        "max_position_embeddings": max(args.seq_length or 0, *(kind.tokens for kind in kinds)),
     }
-    changes |= tiny_pattern(args, chosen_layers(args, config, kinds))
+    changes |= tiny_pattern(args, tiny.num_layers)
     # a program may have fields of its own, such as the length of a batch row
     own = copy.copy(config)
     vars(own).update(vars(tiny))
@@ -94,17 +101,22 @@ def _one_block(config: Any, tiny: Any) -> Any:
 
 
 def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> Any:
-    """Return a new configuration of Megatron with the `KEPT` fields of the job's."""
+    """Return a new configuration of Megatron with the `KEPT` fields of the job's, its first layers,
+    small sizes that the ranks can share as they share the job's, and the recomputation that
+    concerns attention.
+    """
     # slow to import, and installed with Megatron only
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     latent = getattr(config, "multi_latent_attention", False)
     made = MLATransformerConfig if latent else TransformerConfig
     fields = {field.name for field in dataclasses.fields(made)}
-    tp = config.tensor_model_parallel_size
+    tp, letters = config.tensor_model_parallel_size, letters_of(args)
     sharing = config.num_attention_heads // config.num_query_groups
     groups = _key_heads(args, sharing)
+    count = number_of_layers(args, config, kinds)
     values = {name: getattr(config, name) for name in KEPT.split() if hasattr(config, name)} | {
+        "num_layers": count,
         "hidden_size": HIDDEN * tp,
         "ffn_hidden_size": 2 * HIDDEN * tp,
         "num_attention_heads": groups * sharing,
@@ -114,8 +126,36 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         "attention_dropout": 0.0,
         "add_bias_linear": False,
     }
-    values |= _experts(config) | changes_of_layers(args, config, kinds, tp)
-    values |= _recomputation(config, values["num_layers"])
+    for name in BY_LAYER:
+        value = getattr(config, name, None)
+        values[name] = value[:count] if isinstance(value, list) else value
+    if config.num_moe_experts:  # a few on each rank
+        balance = config.moe_router_load_balancing_type
+        values |= {
+            "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
+            "moe_ffn_hidden_size": HIDDEN * tp,
+            # Megatron defines it by the tokens of a rank, so another cp size makes another model.
+            "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
+        }
+    if config.recompute_granularity == "full":
+        values["recompute_num_layers"] = min(config.recompute_num_layers, count)
+    else:
+        modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
+        values["recompute_modules"] = sorted(modules)
+    if args.window_size is not None:
+        values["window_size"] = max(kind.probed for kind in kinds)
+    if SPARSE in letters:
+        # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
+        values |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
+    if letters or getattr(config, "is_hybrid_model", False):
+        heads = lcm(getattr(args, "mamba_num_groups", None) or 1, tp * args.context_parallel_size)
+        sizes = (
+            "mamba_head_dim",
+            "mamba_state_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+        )
+        values |= {"mamba_num_heads": heads} | dict.fromkeys(sizes, STATE)
     return made(**{name: value for name, value in values.items() if name in fields})
 
 
@@ -124,9 +164,8 @@ def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.
     they have; the copy's configuration changes too.
     """
     changed, config = copy.copy(args), copy.copy(args.tiny_config)
-    for owner, kept in ((changed, ""), (config, "cp_comm_type")):  # a list in the arguments only
-        names = changes.keys() & vars(owner).keys() - {kept}
-        vars(owner).update({name: changes[name] for name in names})
+    for owner in (changed, config):
+        vars(owner).update({name: changes[name] for name in changes.keys() & vars(owner).keys()})
     changed.tiny_config = config
     return changed
 
@@ -143,27 +182,6 @@ def transformer_config(args: argparse.Namespace) -> Any:
     return core_transformer_config_from_args(args)
 
 
-def _experts(config: Any) -> dict[str, Any]:
-    """Return a few small experts on each rank, if the job has experts."""
-    if not config.num_moe_experts:
-        return {}
-    balance = config.moe_router_load_balancing_type
-    return {
-        "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
-        "moe_ffn_hidden_size": HIDDEN * config.tensor_model_parallel_size,
-        # Megatron defines it by the tokens of a rank, so another cp size makes another model.
-        "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
-    }
-
-
-def _recomputation(config: Any, layers: int) -> dict[str, Any]:
-    """Return the recomputation of the job, as far as it concerns attention, for fewer layers."""
-    if config.recompute_granularity == "full":
-        return {"recompute_num_layers": min(config.recompute_num_layers, layers)}
-    modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
-    return {"recompute_modules": sorted(modules)}
-
-
 def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     """Return the key/value heads of a tiny model: two for each tensor-parallel rank and each rank
     that exchanges heads, or as many as the job has.
@@ -173,13 +191,48 @@ def _key_heads(args: argparse.Namespace, sharing: int) -> int:
     return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
-def own_device() -> torch.device:
-    """Return the device of this rank."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> int:
+    """Return how many of the job's first layers show each of `kinds`, and each letter with and
+    without experts; and at least as many as one prediction of further tokens has, because its
+    layers count from 1 again.
+
+    A program builds a hybrid model of its own pattern, so its tiny model has all layers.
+    """
+    if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
+        return int(args.num_layers)
+    main, *further = letters_of(args).split("/")
+    experts = expert_layers(args) if getattr(args, "num_experts", None) else ()
+    alike = [*zip_longest(main_layers(main), () if pattern_of(args) else experts)]
+    first = [1 + alike.index(each) for each in alike]
+    first += [number for kind in kinds for number in kind.numbers[:1]]
+    depth = max(getattr(args, "mtp_num_layers", None) or 0, *map(len, further), 1)
+    return min(args.num_layers, max(depth, *first))
+
+
+def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
+    """Return texts about layers of the job that no tiny model can have."""
+    by_rank = "which Megatron defines by the tokens of a rank"
+    relu = SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True)
+    offloads = ("cpu_offloading", "fine_grained_activation_offloading")
+    texts = {
+        "relu of sparse attention's scores": relu,
+        "the kinds of heterogeneous blocks": hasattr(config, "per_block_parameters"),
+        f"the capacity of experts ({by_rank})": getattr(args, "moe_expert_capacity_factor", None),
+        f"Sinkhorn routing ({by_rank})": "sinkhorn"
+        in (getattr(args, "moe_router_load_balancing_type", None) or ""),
+        "experts of other ranks": getattr(config, "expert_model_parallel_size", 1) > 1,
+        "activations in host memory": any(getattr(config, name, False) for name in offloads),
+    }
+    return [text for text, uncovered in texts.items() if uncovered]
+
+
+def tiny_pattern(args: argparse.Namespace, layers: int) -> dict[str, str]:
+    """Return the pattern of the first `layers` layers, and of those that predict tokens, under the
+    argument names that the job uses; {} without a pattern.
+    """
+    main, *further = pattern_of(args).split("/")
+    tiny = "/".join([main_layers(main)[:layers], *further])
+    return {name: tiny for name in PATTERNS if getattr(args, name, None)}
 
 
 def build(args: argparse.Namespace) -> Any:
@@ -230,9 +283,8 @@ def core_classes(args: argparse.Namespace, kinds: list[LayerKind]) -> dict[int, 
         cores = [layer.core_attention for layer in attention_layers(build(tiny))]
     names = sorted({type(core).__name__ for core in cores})
     note(f"certificate of {', '.join(names)}, without --cp-ring")
-    chosen = chosen_layers(args, transformer_config(args), kinds)
     # layers that predict further tokens come last, and may count from 1 again
-    return {chosen[core.layer_number - 1]: type(core) for core in reversed(cores)}
+    return {core.layer_number: type(core) for core in reversed(cores)}
 
 
 @contextmanager
@@ -285,8 +337,8 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
     for name, group in vars(parallel_state).items():
         if not isinstance(group, dist.ProcessGroup) or "GLOO" in name:
             continue
-        expert, stage = "EXPERT" in name, "PIPELINE" in name or "EMBEDDING" in name
-        if whole or expert or stage:
+        expert = "EXPERT" in name
+        if whole or expert or "PIPELINE" in name or "EMBEDDING" in name:
             of_experts = data if expert and "DATA" in name and not whole else alone
             state[name] = tensor if "TENSOR" in name else of_experts
     for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
