@@ -67,7 +67,7 @@ ROOMS = (
     room("adapter", 11_000, 16_090, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
         cp_ring/megatron/wrapping.py"""),
     room("data", 10_500, 7_880, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
-    room("flags", 7_000, 6_950, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("flags", 7_000, 6_940, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("how a job ends", 1_200, 1_020, """cp_ring/megatron/ending.py
         cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
     room("training", 8_000, 7_410, """cp_ring/run.py cp_ring/pretrain_gpt.py
@@ -80,7 +80,7 @@ ROOMS = (
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 740, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 19_380, "cp_ring/megatron/certificate"),
-    room("patches", 10_000, 9_930, "patches"),
+    room("patches", 10_000, 9_850, "patches"),
     room("train", 3_500, 3_580, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_470, "cp_ring/tools/corpus.py"),

@@ -72,7 +72,7 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         PlanError: on all ranks, if their integer tensors differ. The ranks compare the first
             microbatches, then one in --cp-ring-compare-every.
     """
-    group = compat.group_of(None, "cp") if cp_group is None else cp_group
+    group = cp_group or compat.group_of(None, "cp")
     if batch.get(SIZE) is not None:
         group = group_of_size(int(batch[SIZE]), group)
     check_rows(batch, group)

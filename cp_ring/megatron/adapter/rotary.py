@@ -69,11 +69,8 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
     if _selected.get() is not None:
         return None
     raise ConfigError(
-        "--cp-ring-mask-kinds: a microbatch came without its mask; split it with "
-        "cp_ring.megatron.batches.split_batch"
-        if ring.declared_masks
-        else "--cp-ring-layout balanced: a microbatch came without its documents; give "
-        "--cp-ring-document-mask"
+        f"{ring.expected}: a microbatch came without its documents or its mask: give the model "
+        "packed_seq_params, as cp_ring.megatron.split_batch makes it"
     )
 
 
