@@ -64,13 +64,13 @@ ROOMS = (
     room("recurrent layers", 5_500, 5_590, "cp_ring/recurrent"),
     room("observation", 4_500, 4_520, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 9_770, "cp_ring/integrations cp_ring/testing"),
-    room("adapter", 11_000, 16_090, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
+    room("adapter", 11_000, 16_060, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
         cp_ring/megatron/wrapping.py"""),
-    room("data", 10_500, 7_880, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
-    room("flags", 7_000, 6_940, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
+    room("data", 10_500, 7_860, "cp_ring/megatron/data cp_ring/megatron/batches.py"),
+    room("flags", 7_000, 6_930, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("how a job ends", 1_200, 1_020, """cp_ring/megatron/ending.py
         cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
-    room("training", 8_000, 7_410, """cp_ring/run.py cp_ring/pretrain_gpt.py
+    room("training", 8_000, 7_400, """cp_ring/run.py cp_ring/pretrain_gpt.py
         cp_ring/megatron/__init__.py cp_ring/megatron/compat.py cp_ring/megatron/gpt.py
         cp_ring/megatron/gpt_model.py cp_ring/megatron/loss_chunks.py cp_ring/megatron/next_tokens.py
         cp_ring/megatron/program.py

@@ -96,7 +96,8 @@ class Patch:
 
     def rejection(self) -> str:
         """Return why the patch rejects the installed Megatron, or "". Imports what it replaces."""
-        found, problem = f"patch {self.name}: megatron-core {megatron_version()}", ""
+        found = f"patch {self.name}: megatron-core {megatron_version()}"
+        problem = ""
         try:
             self.changes()
         except (ImportError, AttributeError, TypeError) as error:
