@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
-from cp_ring.megatron.flags.argument_parser import add_own_arguments, reject_flags
+from cp_ring.megatron.flags.argument_parser import add_own_arguments
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import Function
 from cp_ring.patches.patch import Patch
 
 
 def _add_arguments(add: Function, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.error = partial(reject_flags, parser)  # type: ignore[method-assign]
     return add_own_arguments(add(parser))
 
 

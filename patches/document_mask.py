@@ -17,7 +17,8 @@ def _without_documents(make: Function, self: Any, *args: Any, **kwargs: Any) -> 
     from cp_ring.megatron.adapter.rotary import positions_in_force, tokens_of
 
     inputs = arguments_of(make, self, *args, **kwargs)
-    packed, selected = inputs.get("packed_seq_params"), None
+    packed = inputs.get("packed_seq_params")
+    selected = None
     if isinstance(packed, DocumentParams):
         selected = tokens_of(packed, self.pg_collection.cp)
         inputs["packed_seq_params"] = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cp_ring.megatron.adapter import compat
 from cp_ring.patches.patch import Patch
 
 _TENSORS = ("tokens", "labels", "position_ids", "cu_seqlens")
@@ -25,12 +26,10 @@ def split_equal_rows(
 
     Entries without a token dimension, such as the `dataset_id` of a blend, are not split.
     """
-    from megatron.core import parallel_state
-
     from cp_ring.megatron.data.rows import check_rows
 
     if not is_hybrid_cp:  # with hybrid cp, a microbatch names its own ranks
-        group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+        group = cp_group or compat.group_of(None, "cp")
         check_rows({name: batch.get(name) for name in _TENSORS}, group)
     lengths = {batch[name].shape[1] for name in _TENSORS[:3] if batch.get(name) is not None}
     kept = {

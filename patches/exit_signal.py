@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cp_ring.megatron import signals
+from cp_ring.megatron.wrapping import Function
 from cp_ring.patches.patch import Patch, Replacement
 
 
@@ -43,21 +43,18 @@ def _replacements() -> Iterator[Replacement]:
                 )
             return asked
 
-    start = BaseProcess.start
-
-    def start_apart(self: BaseProcess) -> None:
-        self.run = partial(signals.run_in_child, self.run)  # type: ignore[method-assign]
-        try:
-            with signals.blocked_in_children():
-                start(self)
-        finally:
-            del self.run
-        # A SIGTERM of the parent is lost while one of another process is pending.
-        popen: Any = self._popen  # type: ignore[attr-defined]
-        popen.terminate = popen.kill
-
     yield module, "DistributedSignalHandler", Handler
-    yield BaseProcess, "start", start_apart
+
+
+def _start_apart(start: Function, process: Any) -> None:
+    process.run = partial(signals.run_in_child, process.run)
+    try:
+        with signals.blocked_in_children():
+            start(process)
+    finally:
+        del process.run
+    # A SIGTERM of the parent is lost while one of another process is pending.
+    process._popen.terminate = process._popen.kill
 
 
 PATCH = Patch(
@@ -69,5 +66,6 @@ PATCH = Patch(
     "a SIGTERM to all processes ends the writers of --async-save and their queue, and the "
     "last save with them",
     needed=lambda args, options: args.exit_signal_handler,
+    wraps={"multiprocessing.process.BaseProcess.start": _start_apart},
     replacements=_replacements,
 )

@@ -87,7 +87,8 @@ def _divided(outputs: tuple[Any, Any], output: Any, group: Any, config: Any) -> 
     loss, report = outputs
     if not output.requires_grad:
         return outputs
-    said, ranks = "must be over the tokens of all context-parallel ranks", 1.0
+    said = "must be over the tokens of all context-parallel ranks"
+    ranks = 1.0
     if output.dim() < 3:  # losses of tokens, not logits
         (weights,) = torch.autograd.grad(loss, output, retain_graph=True)
         weight = weights.sum(dtype=torch.float32)

@@ -30,7 +30,8 @@ def _construct(
     from cp_ring.megatron.settings import current
     from cp_ring.patches.install import install_for_model
 
-    ranks, name = _ranks_of(pg_collection), type(self).__name__
+    ranks = _ranks_of(pg_collection)
+    name = type(self).__name__
     alone = config.context_parallel_size == 1 < len(ranks)
     if not alone:
         accepted = accept_model(config)

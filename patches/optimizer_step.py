@@ -26,15 +26,6 @@ from cp_ring.megatron.wrapping import Function
 from cp_ring.patches.patch import Patch
 
 
-def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter without a state the state that Adam itself starts from."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not optimizer.state[param]:
-                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
-
-
 def _is_torch_adam(self: Any) -> bool:
     import megatron.core.optimizer.distrib_optimizer as module
 
@@ -43,15 +34,22 @@ def _is_torch_adam(self: Any) -> bool:
     )
 
 
+def _fill(self: Any) -> None:
+    """Give every parameter without a state the state that torch's Adam itself starts from."""
+    for group in self.optimizer.param_groups if _is_torch_adam(self) else ():
+        for param in group["params"]:
+            if not self.optimizer.state[param]:
+                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[param] = {"step": torch.tensor(0.0), **zeros}
+
+
 def _state_dict_of_any(state_dict: Function, self: Any) -> Any:
-    if _is_torch_adam(self):
-        _fill(self.optimizer)
+    _fill(self)
     return state_dict(self)
 
 
 def _load_with_own_steps(load_state_dict: Function, self: Any, state: dict[str, Any]) -> None:
-    if _is_torch_adam(self):
-        _fill(self.optimizer)
+    _fill(self)
     load_state_dict(self, state)
     if _is_torch_adam(self):
         for values in self.optimizer.state.values():

@@ -34,7 +34,8 @@ class Patch:
         what: the changed behavior, in one line.
         why: the reason, in one line.
         wraps: hooks `hook(original, ...)`, or their names, by the name of the function or method
-            whose calls they get, as in `package.module.Class.method`.
+            whose calls they get, as in `package.module.Class.method`; or classes in place of
+            classes.
         replacements: yields other changes (owner, attribute, new value), and changes nothing
             itself. The owner must have the attribute. A function of a module of Megatron is
             replaced in all modules that hold it.
@@ -68,7 +69,8 @@ class Patch:
             owner_name, _, name = place.rpartition(".")
             owner = pkgutil.resolve_name(owner_name)
             hook = pkgutil.resolve_name(hook) if isinstance(hook, str) else hook
-            made.append((owner, name, around(hook)(getattr(owner, name))))
+            own_class = isinstance(hook, type)
+            made.append((owner, name, hook if own_class else around(hook)(getattr(owner, name))))
         return [each for change in made for each in (change, *_held_elsewhere(*change))]
 
     def apply(self) -> None:
@@ -94,7 +96,8 @@ class Patch:
 
     def rejection(self) -> str:
         """Return why the patch rejects the installed Megatron, or "". Imports what it replaces."""
-        found, problem = f"patch {self.name}: megatron-core {megatron_version()}", ""
+        found = f"patch {self.name}: megatron-core {megatron_version()}"
+        problem = ""
         try:
             self.changes()
         except (ImportError, AttributeError, TypeError) as error:

@@ -34,7 +34,9 @@ from cp_ring.megatron.data.rows import (
 from cp_ring.megatron.settings import current
 from cp_ring.plan.ranges import offsets
 
-OFFSETS, PADDED, SIZE = "cu_seqlens", "cu_seqlens_padded", "local_cp_size"
+OFFSETS = "cu_seqlens"
+PADDED = "cu_seqlens_padded"
+SIZE = "local_cp_size"
 _OF_TOKENS = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
 _OF_PACKED = (OFFSETS, PADDED, SIZE, "max_seqlen")
 
@@ -72,7 +74,7 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
         PlanError: on all ranks, if their integer tensors differ. The ranks compare the first
             microbatches, then one in --cp-ring-compare-every.
     """
-    group = compat.group_of(None, "cp") if cp_group is None else cp_group
+    group = cp_group or compat.group_of(None, "cp")
     if batch.get(SIZE) is not None:
         group = group_of_size(int(batch[SIZE]), group)
     check_rows(batch, group)
@@ -157,7 +159,8 @@ def _in_one_stream(rows: torch.Tensor) -> torch.Tensor:
     """Return the offsets of documents, int32 [documents + 1], of batch rows [b, m] one after
     another, as Megatron joins them: without what fills a row up, -1 or its length again.
     """
-    parts, start = [torch.zeros(1, dtype=torch.int32)], 0
+    parts = [torch.zeros(1, dtype=torch.int32)]
+    start = 0
     for row in rows.reshape(-1, rows.shape[-1]):
         n = int(row.max())
         first = int((row == n).nonzero()[0])
@@ -192,7 +195,8 @@ def group_of_size(size: int, cp_group: Any) -> Any:
 
 def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Split packed documents: return the parts [1, n / cp] and their `PackedSeqParams`."""
-    rank, cp = group.rank(), group.size()
+    rank = group.rank()
+    cp = group.size()
     real = _offsets(batch[OFFSETS], OFFSETS)
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
     packed = thd_params(real, padded, None if batch.get(SIZE) is None else group)
@@ -278,5 +282,6 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
         )
     check_length(n, cp)
     ids = batch["position_ids"]
-    ring, rows = in_force(), ids.shape[-2]
+    ring = in_force()
+    rows = ids.shape[-2]
     return Documents.in_rows(boundaries(ids.cpu()), rows, cp, ring.split)

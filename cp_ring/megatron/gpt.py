@@ -135,7 +135,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     entry = batch.pop(extra, None)
     carried: MicrobatchMask | None = None
     if extra == "cu_seqlens":
-        rows, ring = int(entry[-1]) // get_args().seq_length, in_force()
+        rows = int(entry[-1]) // get_args().seq_length
+        ring = in_force()
         carried = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
     elif extra:
         carried = declared = declare(entry, len(entry), entry[0].n, cp)

@@ -31,7 +31,8 @@ class Logits:
     """
 
     def __init__(self, of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
-        self.of, self.hidden = of, hidden
+        self.of = of
+        self.hidden = hidden
 
     def chunks(self, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield the hidden states of some tokens, and the same tokens of `others`, each [b, s].
@@ -107,7 +108,8 @@ def in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
             "which needs all logits at once: leave out one of the two"
         )
     # set in the dictionary, because torch keeps attributes for modules
-    own, before = vars(self), dict(vars(self))
+    own = vars(self)
+    before = dict(vars(self))
     own["output_layer"] = _OutputLayer(self.output_layer)
     own["_scale_logits"] = _scaled(self._scale_logits)
     own["compute_language_model_loss"] = losses_in_chunks(self.compute_language_model_loss)

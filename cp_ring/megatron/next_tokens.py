@@ -60,7 +60,8 @@ def roll_in_documents(
             f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
         )
     group = group_of_microbatch(packed_seq_params, cp_group)
-    cp, n = group.size(), tensor.shape[-1]
+    cp = group.size()
+    n = tensor.shape[-1]
     documents = documents_of(packed_seq_params, (tensor.numel() // n, n), cp, in_force())
     whole = tensor.reshape(-1)
     if cp > 1:

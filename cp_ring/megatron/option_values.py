@@ -30,7 +30,8 @@ def on_or_off(value: Any) -> Any:
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
-_ON, _OFF = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
+_ON = ("true", "t", "yes", "y", "on", "1")
+_OFF = ("false", "f", "no", "n", "off", "0")
 
 
 def _switch(value: Any) -> bool:

@@ -28,7 +28,9 @@ class OptionError(ConfigError):
 
     def __init__(self, name: str, value: Any, problem: str) -> None:
         super().__init__(name, value, problem)
-        self.name, self.value, self.problem = name, value, problem
+        self.name = name
+        self.value = value
+        self.problem = problem
 
     def __str__(self) -> str:
         return f"{Options.flag(self.name)} {self.value!r}: {self.problem}"
@@ -49,7 +51,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, default = getattr(self, field.name), field.default
+            value = getattr(self, field.name)
+            default = field.default
             if type(value) is type(default) and value == default:
                 continue  # this also avoids asking for the names of kernels, which needs torch
             try:

@@ -113,7 +113,8 @@ def accept_model(config: Any) -> argparse.Namespace:
     Raises `ConfigError` for features that ring attention does not support. Errors name the flag
     `--x-y` for the field `x_y` of the configuration.
     """
-    args, used = arguments_of(config), settings.current()
+    args = arguments_of(config)
+    used = settings.current()
     check_settings(used, args.seq_length, args.context_parallel_size)
     resolve.check_attention(args, used)
     used = resolve.with_way(args, used)

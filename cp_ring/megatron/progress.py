@@ -23,7 +23,9 @@ def told() -> Iterator[None]:
     try:
         yield
     finally:
-        args, path, error = compat.arguments(), os.environ.get(FILE), sys.exception()
+        args = compat.arguments()
+        path = os.environ.get(FILE)
+        error = sys.exception()
         if args and path and os.environ.get("RANK", "0") == "0":
             done = getattr(args, "iteration", 0) + compat.steps_done()
             if hasattr(args, "curr_iteration") and not getattr(error, "code", error):

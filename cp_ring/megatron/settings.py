@@ -48,7 +48,8 @@ def configure(config: Options, **more: Any) -> None:
 @contextmanager
 def in_force(config: Options) -> Iterator[None]:
     """Put `config` in force within the context."""
-    before, layers = current(), ring()
+    before = current()
+    layers = ring()
     configure(config)
     try:
         yield

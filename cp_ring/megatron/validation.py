@@ -43,7 +43,9 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
     from megatron.training import arguments
 
     asked = copy.deepcopy(args)
-    asked.rank, asked.local_rank, asked.world_size = 0, 0, ranks
+    asked.rank = 0
+    asked.local_rank = 0
+    asked.world_size = ranks
     if Asked(args).cp_ring and args.cp_ring_recurrent != "heads":  # as the job's own patch does
         for name in LINEAR_HEADS:
             if count := getattr(args, name, None):

@@ -98,8 +98,7 @@ def args(monkeypatch):
         dataloader_type="single", micro_batch_size=2, global_batch_size=8, full_validation=False, hybrid_context_parallel=False,
         num_workers=0, exit_signal_handler=False, eval_micro_batch_size=2, eval_global_batch_size=8,
     )  # fmt: skip
-    monkeypatch.setattr(data_samplers, "get_args", lambda: values)
-    monkeypatch.setattr(balanced_sampler.compat, "arguments", lambda: values)
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", values)
     return values
 
 

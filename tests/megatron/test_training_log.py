@@ -6,7 +6,6 @@ import pytest
 from megatron.training import global_vars
 
 from cp_ring.megatron import step_timing
-from cp_ring.megatron.wrapping import around
 from cp_ring.observe.timing import Findings
 
 
@@ -14,22 +13,24 @@ def test_the_times_of_a_sampled_step_are_in_the_log(monkeypatch):
     found = Findings(step=2, computing=0.4, waiting=0.1, plans=0.0, slowest=None, slower=1.1)
     asked, scalars, logged = [], [], []
     args = SimpleNamespace(curr_iteration=-1, train_iters=10)
-    for name, value in (
-        ("args", args),
-        ("tensorboard_writer", SimpleNamespace(add_scalar=lambda *row: scalars.append(row))),
-        ("wandb_writer", SimpleNamespace(log=lambda *row: logged.append(row))),
-    ):
-        monkeypatch.setattr(global_vars, f"get_{name}", lambda value=value: value)
-
-    def end_of_step(step, last):
-        asked.append((step, last))
-        return [found] if step == 3 else []
-
-    monkeypatch.setattr(step_timing, "end_of_step", end_of_step)
-    line = around(step_timing.log_step)(lambda losses, *, grad_norm: (losses, grad_norm))
+    tensorboard = SimpleNamespace(add_scalar=lambda *row: scalars.append(row))
+    wandb = SimpleNamespace(log=lambda *row: logged.append(row))
+    for name, value in {
+        "ARGS": args,
+        "TENSORBOARD_WRITER": tensorboard,
+        "WANDB_WRITER": wandb,
+    }.items():
+        monkeypatch.setattr(global_vars, f"_GLOBAL_{name}", value)
+    monkeypatch.setattr(
+        step_timing, "end_of_step",
+        lambda step, last: asked.append((step, last)) or [found] * (step == 3),
+    )  # fmt: skip
     for _ in range(10):
         args.curr_iteration += 1
-        assert line(8.5, grad_norm=0.5) == (8.5, 0.5)
+        assert step_timing.log_step(lambda *given, **named: (given, named), 8.5, norm=0.5) == (
+            (8.5,),
+            {"norm": 0.5},
+        )
     assert asked == [(step, step == 10) for step in range(1, 11)]
     assert ("cp_ring/exposed communication (ms)", pytest.approx(100), 2) in scalars
     assert [step for _, step in logged] == [3]

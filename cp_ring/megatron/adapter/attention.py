@@ -55,7 +55,8 @@ class RingDotProductAttention(PlannedAttention):
     softmax_offset: torch.Tensor | None
     # Converters of weights that know stock attention by its class name, such as Megatron Bridge's,
     # read here how `softmax_offset` is split over tensor-parallel ranks.
-    tensor_model_parallel, partition_dim = True, 0
+    tensor_model_parallel = True
+    partition_dim = 0
 
     @override
     def __init__(
@@ -243,7 +244,8 @@ class RingDotProductAttention(PlannedAttention):
 
     def _make_softmax_offset(self) -> None:
         """Set `softmax_offset` [h] to None, a constant, or a parameter."""
-        kind, config = getattr(self.config, "softmax_type", "vanilla"), self.config
+        kind = getattr(self.config, "softmax_type", "vanilla")
+        config = self.config
         if kind == "vanilla":
             self.softmax_offset = None
             return

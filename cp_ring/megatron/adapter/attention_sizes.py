@@ -32,7 +32,9 @@ def attention_sizes(source: Any, tp: int = 1, wire: str = "plain") -> AttentionS
             "v_head_dim": 128,
         }
         latent = LatentSizes(*(size(name, default) for name, default in sizes.items()))
-        groups, width, value_width = heads, latent.nope + latent.rope, latent.value
+        groups = heads
+        width = latent.nope + latent.rope
+        value_width = latent.value
     dtype = "bf16" if settings.get("bf16") else "fp16" if settings.get("fp16") else "fp32"
     heads, groups, width, value_width = (
         max(1, each) for each in (heads // tp, groups // tp, width, value_width)

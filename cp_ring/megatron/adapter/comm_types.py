@@ -37,7 +37,8 @@ def spec_of_layer(
     `sizes` are the hierarchical context-parallel sizes. Here `auto` heads mean the ring: see
     `cp_ring.megatron.adapter.heads_choice`. Raises `ConfigError` with a line that names the flag.
     """
-    heads, schedule = 1 if settings.heads == "auto" else int(settings.heads), settings.schedule
+    heads = 1 if settings.heads == "auto" else int(settings.heads)
+    schedule = settings.schedule
     kind = known(kind or "p2p")
     if kind not in _TYPES:
         raise ConfigError(
@@ -101,13 +102,16 @@ def check_members(
     `model` is Megatron's arguments or the configuration of a layer.
     """
     sizes = Asked(model)
-    heads, key_heads = sizes.num_attention_heads, sizes.num_query_groups
+    heads = sizes.num_attention_heads
+    key_heads = sizes.num_query_groups
     if sizes.multi_latent_attention or not key_heads or sizes.group_query_attention is False:
         key_heads = heads
     if kind in (None, "p2p"):
-        named, other = f"--cp-ring-heads {spec.ulysses}", "--cp-ring-heads 1"
+        named = f"--cp-ring-heads {spec.ulysses}"
+        other = "--cp-ring-heads 1"
     else:
-        named, other = f"--cp-comm-type {kind} among {spec.ulysses} ranks", "--cp-comm-type p2p"
+        named = f"--cp-comm-type {kind} among {spec.ulysses} ranks"
+        other = "--cp-comm-type p2p"
     if heads and heads // tp % spec.ulysses:
         raise ConfigError(
             f"{named} does not divide the {heads // tp} query heads of a tensor-parallel rank: "

@@ -72,8 +72,10 @@ class Documents(MicrobatchMask):
             raise ConfigError(
                 "packed_seq_params has no cu_seqlens_q: give the offsets of its documents"
             )
-        real, padded = found[0], found[-1]
-        length, room = np.diff(real), np.diff(padded)
+        real = found[0]
+        padded = found[-1]
+        length = np.diff(real)
+        room = np.diff(padded)
         if len(length) != len(room) or (length > room).any():
             raise ConfigError(
                 f"packed_seq_params: documents of {_shorten(length)} tokens do not fit into padded "
@@ -138,7 +140,8 @@ def group_of_microbatch(packed: Any, group: Any) -> Any:
     """Return the group of ranks that share a microbatch: the one in `packed` (packed_seq_params),
     else `group`, the context-parallel one. None means this rank alone.
     """
-    size, own = getattr(packed, "local_cp_size", None), getattr(packed, "cp_group", None)
+    size = getattr(packed, "local_cp_size", None)
+    own = getattr(packed, "cp_group", None)
     group = group or ALONE
     if own is None:
         own = ALONE if size == 1 else group
@@ -176,7 +179,8 @@ def documents_of(
     `packed` is reused with other offsets, filled in place or replaced, it gives other documents.
     Raises `ConfigError` if the tokens contradict `packed`.
     """
-    batch, tokens = shape[0], shape[0] * shape[1]
+    batch = shape[0]
+    tokens = shape[0] * shape[1]
     if packed is None:
         return Documents.in_rows(np.arange(batch + 1) * shape[1] * cp, batch, cp, ring.split)
     if not isinstance(packed, DocumentParams):
@@ -255,7 +259,8 @@ def _of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Spli
     """Return the documents of checked int64 offsets. The cache holds far more entries than there
     are microbatches in flight.
     """
-    starts, length = np.frombuffer(padded, np.int64), np.diff(np.frombuffer(real, np.int64))
+    starts = np.frombuffer(padded, np.int64)
+    length = np.diff(np.frombuffer(real, np.int64))
     layout = (
         packed_layout(padded, cp, split)
         if together or cp == 1

@@ -88,7 +88,8 @@ def latent_problem(model: Any, ulysses: int, settings: CallSettings) -> str | No
     """Return one line that says why latents cannot travel with these flags or this configuration,
     or None.
     """
-    args, wire = Asked(model), f"--cp-ring-wire {settings.wire}"
+    args = Asked(model)
+    wire = f"--cp-ring-wire {settings.wire}"
     plain = "or give --cp-ring-wire plain"
     if not args.multi_latent_attention:
         return f"{wire} needs --multi-latent-attention: give it, {plain}"

@@ -39,7 +39,8 @@ class MicrobatchMask:
     """
 
     # the flag that messages name, and how many later keys a causal layer may see (-1: any number)
-    origin, later = "--cp-ring-document-mask", 0
+    origin = "--cp-ring-document-mask"
+    later = 0
     whole: Mask
     layout: Layout
     batch: int = 1
@@ -81,7 +82,8 @@ class MicrobatchMask:
         for each the token whose state it continues, -1 for none: for a branch the last earlier
         token that its first token sees.
         """
-        segments, pieces = self.whole.segments, self.whole.pieces
+        segments = self.whole.segments
+        pieces = self.whole.pieces
         starts = np.union1d(segments[0], np.arange(self.batch) * (self.layout.n // self.batch))
         before = np.full_like(starts, -1)
         for start in segments[0][segments[1] > 0]:
@@ -156,7 +158,8 @@ LONG = 1024
 
 
 def _tell_gain(plan: Plan, spec: PlanSpec) -> None:
-    mask, cp = plan.mask, plan.cp
+    mask = plan.mask
+    cp = plan.cp
     balanced = replace(spec, layout=Layout.balanced(mask, cp)).build(mask, cp)
     ratio = plan.time().both / balanced.time().both
     if ratio > 1.1:

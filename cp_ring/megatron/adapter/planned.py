@@ -62,7 +62,8 @@ class PlannedAttention(MegatronModule):
         ring: RingConfig | None,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number, self.attn_mask_type = max(1, layer_number), attn_mask_type
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
         self.ring = ring or in_force()
         cp = getattr(config, "context_parallel_size", 1)
         self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
@@ -136,7 +137,8 @@ class PlannedAttention(MegatronModule):
 
     def _check_subgroup(self) -> None:
         """Raise `ConfigError` if microbatches of this job cannot have groups of their own."""
-        config, need = self.config, ""
+        config = self.config
+        need = ""
         if not self.positions_by_group:
             need = (
                 "for which Megatron's rotary embeddings need a patch: call cp_ring.megatron.enable "
@@ -157,7 +159,8 @@ class PlannedAttention(MegatronModule):
             )
 
     def _spec_on(self, group: Any) -> PlanSpec:
-        kind, cp = self.cp_comm_type, group.size()
+        kind = self.cp_comm_type
+        cp = group.size()
         sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
         spec = spec_of_layer(kind, self.ring, cp, sizes)
         tp = self.tp_group.size()

@@ -209,7 +209,8 @@ def _mamba_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
 
 def _convolved_like_mamba(layer: Any, x: Tensor, passing: StatePassing, kernel: Any) -> Tensor:
     """Return the convolution of x [T, d] in a Mamba layer, or in one in its place."""
-    weight, bias = layer.cp.get_conv1d_weight().squeeze(1), layer.cp.get_conv1d_bias()
+    weight = layer.cp.get_conv1d_weight().squeeze(1)
+    bias = layer.cp.get_conv1d_bias()
 
     def fused(x: Tensor) -> Any:
         return kernel(x.mT, weight, bias, activation=layer.activation).mT
@@ -238,7 +239,8 @@ def gated_delta_product(layer: Any, hidden: Tensor, packed: Any) -> tuple[Tensor
     """
     x, _ = layer.in_proj(hidden)
     tokens = _tokens(layer, x, packed, layer.d_conv)
-    rules, inner = layer.num_householder, layer.d_inner_local_tp
+    rules = layer.num_householder
+    inner = layer.d_inner_local_tp
     shared = layer.ngroups_local_tp * layer.d_state, layer.nheads_local_tp
     sections = [inner] * rules + [size for size in shared for _ in range(rules + 1)]
     gate, x = x.split([inner, sum(sections)], 2)
@@ -252,8 +254,11 @@ def _product_scanned(layer: Any, x: Tensor, passing: StatePassing) -> Tensor:
     """
     from megatron.core.ssm import gated_delta_product as package
 
-    own, rules = layer.cp, layer.num_householder
-    values, heads, groups = own.d_inner_local_tpcp, own.nheads_local_tpcp, own.ngroups_local_tpcp
+    own = layer.cp
+    rules = layer.num_householder
+    values = own.d_inner_local_tpcp
+    heads = own.nheads_local_tpcp
+    groups = own.ngroups_local_tpcp
     keys = groups * layer.d_state
     features = rules * values + (rules + 1) * keys
     beta, decay = layer._compute_gating(x[None, :, features:])

@@ -46,7 +46,8 @@ def select(forward: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     Embeddings of given `position_ids` belong to the tokens of the batch rows in order, others to
     the positions 0, 1, 2, ...
     """
-    result, selected = forward(self, *args, **kwargs), _selected.get()
+    result = forward(self, *args, **kwargs)
+    selected = _selected.get()
     known = arguments_of(forward, self, *args, **kwargs)
     if selected is None or known.get("packed_seq"):
         return result
@@ -69,11 +70,8 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
     if _selected.get() is not None:
         return None
     raise ConfigError(
-        "--cp-ring-mask-kinds: a microbatch came without its mask; split it with "
-        "cp_ring.megatron.batches.split_batch"
-        if ring.declared_masks
-        else "--cp-ring-layout balanced: a microbatch came without its documents; give "
-        "--cp-ring-document-mask"
+        f"{ring.expected}: a microbatch came without its documents or its mask: give the model "
+        "packed_seq_params, as cp_ring.megatron.split_batch makes it"
     )
 
 
@@ -86,7 +84,8 @@ def _positions(
 
     edges: int64 offsets of the documents; `layout` is theirs.
     """
-    offsets, positions = np.frombuffer(edges, np.int64), layout.positions(rank)
+    offsets = np.frombuffer(edges, np.int64)
+    positions = layout.positions(rank)
     document = np.searchsorted(offsets, positions, "right") - 1
     both = positions, positions - offsets[document]
     return tuple(torch.from_numpy(each).to(device) for each in both)  # type: ignore[return-value]

@@ -44,14 +44,17 @@ class BalancedSampler:
     """
 
     def __init__(self, sampler: Any, microbatches: int, work: Callable[[Ints], np.ndarray]):
-        self.sampler, self.microbatches, self.work = sampler, microbatches, work
+        self.sampler = sampler
+        self.microbatches = microbatches
+        self.work = work
         self._given = 0
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        rank, ranks = self.sampler.data_parallel_rank, _ranks(self.sampler)
+        rank = self.sampler.data_parallel_rank
+        ranks = _ranks(self.sampler)
         streams = itertools.zip_longest(
             *(
                 self.sampler if each == rank else _of_rank(self.sampler, each)
@@ -107,7 +110,8 @@ def balanced_loader(build: Callable[..., Any], dataset: Any, *rest: Any, **named
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None or not _trains(dataset):
         return loader
-    args, ranks = compat.arguments(), _ranks(sampler)
+    args = compat.arguments()
+    ranks = _ranks(sampler)
     if args.micro_batch_size * ranks == 1:
         note(
             f"{FLAG} changes nothing with --micro-batch-size 1 on one data-parallel rank: every "
@@ -130,7 +134,8 @@ def work_of_rows(dataset: Any, rows: Ints, group: Any) -> np.ndarray:
     """Return the work of rows, float64 [rows], by their numbers, int64 [rows]. Each rank of the
     group measures some of them; all call this with the same rows.
     """
-    rank, ranks = group.rank(), group.size()
+    rank = group.rank()
+    ranks = group.size()
     parts = [[work_of(dataset, int(row)) for row in rows[rank::ranks]]]
     if ranks > 1:
         own, parts = parts[0], [[]] * ranks

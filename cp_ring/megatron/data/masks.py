@@ -24,7 +24,8 @@ from cp_ring.plan.mask import Mask
 class DeclaredMask(MicrobatchMask):
     """The mask that a batch declares. A causal layer's window limits earlier keys only."""
 
-    origin, later = KEY, -1
+    origin = KEY
+    later = -1
 
     @classmethod
     def of_rows(cls, masks: Sequence[Mask], cp: int, split: Split = Split()) -> DeclaredMask:

@@ -106,7 +106,8 @@ def _fill(size: Ints, capacity: int) -> PackedRows:
     ends = np.cumsum(size)
     total = int(ends[-1])
     edges = np.union1d(np.concatenate([[0], ends]), np.arange(0, total, capacity))
-    starts, length = edges[:-1], np.diff(edges)
+    starts = edges[:-1]
+    length = np.diff(edges)
     document = np.searchsorted(ends, starts, side="right")
     first = np.append(np.searchsorted(starts, np.arange(0, total, capacity)), len(starts))
     return PackedRows(capacity, first, document, starts - (ends - size)[document], length)
@@ -159,7 +160,8 @@ def balanced_order(work: Work) -> Ints:
     filled = _longest_first(flat, ranks * microbatches)
     load = flat[filled].sum(1)
     order = filled[np.sort(_longest_first(load, ranks), 1)]
-    before, after = _longest(work), _longest(flat[order])
+    before = _longest(work)
+    after = _longest(flat[order])
     better = (after < before * (1 - 1e-9)).any() and (after <= before * (1 + 1e-9)).all()
     return order if better else np.arange(flat.size).reshape(work.shape)
 

@@ -172,7 +172,8 @@ def _roles_without_tokens(lines: ConversationFile, indices: Ints, tokenizer: Any
     found: dict[str, bool] = {}
     for conversation in (each for index in indices[:100].tolist() for each in lines[index]):
         for at, message in enumerate(conversation):
-            role, said = message["role"], message["content"]
+            role = message["role"]
+            said = message["content"]
             if role in found or not isinstance(said, str):
                 continue
             changed = [*conversation]
@@ -197,7 +198,8 @@ class PackedConversations(MegatronDataset):
     def __new__(cls, *given: Any) -> Any:
         """Return None if --split leaves no conversation of a single file to validation or test."""
         _, _, indices, _, index_split, config = given
-        split, blend = index_split.name, config.blend
+        split = index_split.name
+        blend = config.blend
         if len(indices) or split == "train" or not blend or len(blend[0]) > 1:
             return super().__new__(cls)
         print_rank_0(f"cp_ring: {split}: --split {config.split} leaves it no conversation")
@@ -209,13 +211,16 @@ class PackedConversations(MegatronDataset):
         self, dataset: ConversationFile, dataset_path: str | None, indices: np.ndarray, *given: Any
     ) -> None:
         super().__init__(dataset, dataset_path, indices, *given)
-        config, split, settings = self.config, self.index_split.name, current()
+        config = self.config
+        split = self.index_split.name
+        settings = current()
         folder = Path(config.path_to_cache or Path(dataset.path).parent / "cache")
         self._tokens = Tokens.kept(
             folder / self._identity(),
             lambda: Tokens.make(dataset, np.asarray(indices), config.tokenizer),
         )
-        counted, every = np.count_nonzero(self._tokens.targets != IGNORED), len(self._tokens.tokens)
+        counted = np.count_nonzero(self._tokens.targets != IGNORED)
+        every = len(self._tokens.tokens)
         silent = _roles_without_tokens(dataset, np.asarray(indices), config.tokenizer)
         print_rank_0(
             f"cp_ring: {split}: prompt format {_prompt_format()}: {counted:,} of {every:,} tokens "
@@ -257,12 +262,14 @@ class PackedConversations(MegatronDataset):
         return self.packing.rows if self.num_samples is None else int(self.num_samples)
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        n, integers = self.config.sequence_length, ("tokens", "labels", "position_ids")
+        n = self.config.sequence_length
+        integers = ("tokens", "labels", "position_ids")
         row = {name: torch.zeros(n, dtype=torch.int64) for name in integers}
         row["loss_mask"] = torch.zeros(n, dtype=torch.float32)
         at = 0
         for tokens, targets in self._pieces((index or 0) % self.packing.rows):
-            place, end = slice(at, at + len(tokens) - 1), at + len(tokens)
+            place = slice(at, at + len(tokens) - 1)
+            end = at + len(tokens)
             row["tokens"][at:end] = torch.from_numpy(tokens)
             row["position_ids"][at:end] = torch.arange(len(tokens))
             following = torch.from_numpy(targets[1:])
@@ -309,7 +316,8 @@ class PackedWithOffsets(PackedConversations):
     """
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
-        offsets, n = self.offsets(index or 0), self.config.sequence_length
+        offsets = self.offsets(index or 0)
+        n = self.config.sequence_length
         filled = torch.full((n + 1,), n, dtype=torch.int32)
         filled[: len(offsets)] = torch.from_numpy(offsets)
         longest = torch.tensor(int(np.diff(offsets).max()), dtype=torch.int32)

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import warnings
+from functools import partial
 from typing import NoReturn
 
 from cp_ring.errors import ConfigError
@@ -17,14 +18,7 @@ def _not_of_type(match: re.Match[str]) -> str:
     return f"{match[2]} is not {kind}"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises an error instead of printing the usage of 800 flags."""
-
-    def error(self, message: str) -> NoReturn:
-        reject_flags(self, message)
-
-
-def reject_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+def _reject_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Replace argparse's `error`, which prints the usage of 800 flags: raise `ConfigError` with the
     message alone. For an unknown flag it proposes the closest known one.
     """
@@ -56,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"megatron.training cannot be imported ({error}); install megatron-core[training] >= "
             "0.18.2"
         ) from error
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m cp_ring.pretrain_gpt", usage="%(prog)s [flags]", allow_abbrev=False
     )
     add_megatron_arguments(parser)
@@ -68,8 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add cp_ring's flags to a parser of Megatron, as the first group of its help, and repair that
-    help.
+    help and its errors.
     """
+    parser.error = partial(_reject_flags, parser)  # type: ignore[method-assign]
     Options.add_arguments(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:

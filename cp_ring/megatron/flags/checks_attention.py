@@ -26,7 +26,8 @@ def dropout(args: Asked, options: Options) -> str | None:
 
 def windows(args: Asked, options: Options) -> str | None:
     """Reject windows that do not say which keys each layer sees."""
-    window, every = args.window_size, args.window_attn_skip_freq
+    window = args.window_size
+    every = args.window_attn_skip_freq
     if window is None:
         return None
     if line := window_problem(window):
@@ -66,7 +67,8 @@ def sparse(args: Asked, options: Options) -> str | None:
     """
     if SPARSE not in letters_of(args):
         return None
-    pattern, found = shown_pattern(args), documents_flag(args, options, in_rows=True)
+    pattern = shown_pattern(args)
+    found = documents_flag(args, options, in_rows=True)
     if not options.named_layout.stock:
         found = found or f"--cp-ring-layout {options.layout}"
     if options.wire not in ("auto", "plain", "latent"):

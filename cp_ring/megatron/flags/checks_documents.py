@@ -76,7 +76,8 @@ def rows_of_experts(args: Asked, options: Options) -> str | None:
     them as whole rows.
     """
     masked = args.dataloader_inter_document_masking and not options.document_mask
-    rows, flag = args.micro_batch_size or 1, "--dataloader-inter-document-masking"
+    rows = args.micro_batch_size or 1
+    flag = "--dataloader-inter-document-masking"
     if not masked or args.cp == 1:
         return None
     if rows > 1 and "seq_aux_loss" in str(args.moe_router_load_balancing_type):

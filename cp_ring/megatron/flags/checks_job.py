@@ -149,7 +149,8 @@ def checkpoints(args: Asked, options: Options) -> str | None:
     """Reject a folder that cannot be written, which Megatron finds at the first save, and say where
     there is no checkpoint to load, which it hides among warnings.
     """
-    load, save = args.load or "", args.save or ""
+    load = args.load or ""
+    save = args.save or ""
     if load and "://" not in load:
         folder = Path(load)
         if not any([*folder.glob("iter_*"), *folder.glob("latest_*")]):

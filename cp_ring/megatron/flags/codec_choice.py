@@ -26,7 +26,8 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     Prints the bytes of a token's keys and values if the job could use more than one codec. Raises
     `ConfigError` if latents were asked for and cannot travel.
     """
-    cp, latent = args.context_parallel_size, getattr(args, "multi_latent_attention", False)
+    cp = args.context_parallel_size
+    latent = getattr(args, "multi_latent_attention", False)
     if cp == 1:
         return "plain"
     if latent and SPARSE in letters_of(args):

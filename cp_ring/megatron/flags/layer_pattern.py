@@ -37,7 +37,8 @@ def letters_of(args: Any) -> str:
     --experimental-attention-variant and --linear-attention-freq, such as G G G * for Qwen3-Next.
     """
     letter = VARIANTS.get(getattr(args, "experimental_attention_variant", None) or "")
-    every, pattern = getattr(args, "linear_attention_freq", None), pattern_of(args)
+    every = getattr(args, "linear_attention_freq", None)
+    pattern = pattern_of(args)
     if letter == SPARSE and not pattern:
         return SPARSE * (args.num_layers or 0)
     if pattern or not letter or not every:

@@ -51,7 +51,8 @@ def choose(args: Asked) -> str:
     """
     tokens = (args.seq_length or 0) * (args.micro_batch_size or 1) // args.cp
     node = max(NODE // args.tp, 1)
-    every, chosen = set(), set()
+    every = set()
+    chosen = set()
     for letter, sizes in mixers(args):
         every.add(letter)
         heads, states = sizes.seconds(tokens, args.cp, node)
@@ -72,10 +73,14 @@ def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
         heads = args.mamba_num_heads or 2 * args.hidden_size // size
         state = args.mamba_state_dim or 128
         groups = args.mamba_num_groups or 8
-        channels, k, v = heads * (3 * size + 1) + 2 * groups * state, 1, size * state
+        channels = heads * (3 * size + 1) + 2 * groups * state
+        k = 1
+        v = size * state
         if "gated_delta_product" in str(args.spec):  # Megatron's own sign of them
             learned = (args.gdp_num_householder or 3) + 1
-            channels, k, v = learned * (heads * (size + 1) + groups * state), state, size
+            channels = learned * (heads * (size + 1) + groups * state)
+            k = state
+            v = size
         yield "M", MixerSizes(heads, k, v, channels, element, groups).of_rank(args.tp)
     keys = args.linear_num_key_heads or 16
     values = args.linear_num_value_heads or 32

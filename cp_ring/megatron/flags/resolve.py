@@ -173,7 +173,8 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     layers = attention_layers(args)
     if not layers:
         return None
-    window, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    window = getattr(args, "window_size", None)
+    every = getattr(args, "window_attn_skip_freq", None)
     if window is None:
         return (((-1, -1), len(layers)),)
     narrow = len(layers)
@@ -207,7 +208,8 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
         note("CUDA is present: --cp-ring-cpu changes nothing")
         return
     for name in ("distributed_backend", "transformer_impl"):
-        flag, value = "--" + name.replace("_", "-"), _CPU_SETTINGS[name]
+        flag = "--" + name.replace("_", "-")
+        value = _CPU_SETTINGS[name]
         given = {word.partition("=")[0] for word in argv}
         if flag in given and getattr(args, name) != value:
             raise ConfigError(
