@@ -80,7 +80,10 @@ def observe(
         if "labels" not in seen:
             raise _LayersBegin
         if getattr(model.config, "mtp_num_layers", None):
-            seen["next"] = _next_labels(seen["labels"], inputs.get("packed_seq_params"))
+            from megatron.core.transformer import multi_token_prediction
+
+            about = compat.group_of(None, "cp"), inputs.get("packed_seq_params")
+            seen["next"] = multi_token_prediction.roll_tensor(seen["labels"], -1, -1, *about)[0]
         return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
 
     stage = []
@@ -157,18 +160,6 @@ def _documents(packed: Any, shape: Any) -> Any:
     cp = compat.group_of(None, "cp").size()
     packed = without_whole_rows(packed, shape[1] * cp)
     return packed and documents_of(packed, shape, cp, in_force())
-
-
-def _next_labels(labels: Tensor, packed: Any) -> Tensor:
-    """Return the labels one token further, as multi-token prediction makes them."""
-    # slow to import, and installed with Megatron only
-    from megatron.core.transformer import multi_token_prediction
-
-    roll = multi_token_prediction.roll_tensor
-    rolled: Tensor = roll(
-        labels, shifts=-1, dims=-1, cp_group=compat.group_of(None, "cp"), packed_seq_params=packed
-    )[0]
-    return rolled
 
 
 def compare(
