@@ -65,6 +65,16 @@ def observe(
     """
     seen: Seen = {}
     forward, signature = model.forward, inspect.signature(model.forward)
+    layers = getattr(model, "decoder", None)
+
+    def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
+        for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
+            x = x[0] if isinstance(x, tuple) else x  # yarn's embeddings come with a scale
+            if isinstance(x, Tensor):
+                # Megatron's [s, b or 1, ...] as [b or 1, s, x]
+                seen[name] = x.detach().transpose(0, 1).flatten(2)
+        seen["packed"] = kwargs.get("packed_seq_params")
+        raise _LayersBegin
 
     @functools.wraps(forward)
     def record(*args: Any, **kwargs: Any) -> Tensor:
@@ -75,8 +85,9 @@ def observe(
             seen.update({key: given[key] for key in NAMES if key in given})
             tokens = seen["tokens"] = given[name]
             inputs[name] = tokens % VOCABULARY
-        if before or "tokens" in seen:
-            _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
+        if layers is not None and (before or "tokens" in seen):
+            with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
+                forward(*bound.args, **bound.kwargs)
         if "labels" not in seen:
             raise _LayersBegin
         if getattr(model.config, "mtp_num_layers", None):
@@ -89,7 +100,7 @@ def observe(
     stage = []
     if before:
         sent = before["embedded"].transpose(0, 1)
-        stage = [(model, "pre_process", False), (model.decoder, "input_tensor", sent)]
+        stage = [(model, "pre_process", False), (layers, "input_tensor", sent)]
     with replaced((model, "forward", record), *stage), suppress(_LayersBegin):
         output, loss = step(data and iter([data]), model)
         if output.numel() == seen["labels"].numel():
@@ -98,27 +109,6 @@ def observe(
             )
             seen["weights"] = weights.detach().double().view(seen["labels"].shape)
     return seen
-
-
-def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
-    """Run the forward pass up to the first layer, which gets the embeddings of tokens and
-    positions.
-    """
-    layers = getattr(model, "decoder", None)
-    if layers is None:
-        return
-
-    def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
-        for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
-            x = x[0] if isinstance(x, tuple) else x  # yarn's embeddings come with a scale
-            if isinstance(x, Tensor):
-                # Megatron's [s, b or 1, ...] as [b or 1, s, x]
-                seen[name] = x.detach().transpose(0, 1).flatten(2)
-        seen["packed"] = kwargs.get("packed_seq_params")
-        raise _LayersBegin
-
-    with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
-        forward()
 
 
 def compare_stages(whole: Seen, stages: list[Seen], about: tuple[str, str]) -> list[Probe]:
