@@ -79,7 +79,7 @@ ROOMS = (
     room("options and choices", 4_000, 2_500, """cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 750, "cp_ring/megatron/newest_checkpoint.py"),
-    room("certificate", 15_500, 17_270, "cp_ring/megatron/certificate"),
+    room("certificate", 15_500, 17_230, "cp_ring/megatron/certificate"),
     room("patches", 10_000, 10_760, "patches"),
     room("train", 3_500, 3_580, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
