@@ -20,7 +20,6 @@ from tests.certificate.faults import (
     OF_WEIGHTS,
     PACKED,
     PRODUCTION,
-    SUBTLE,
 )
 from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
 from tests.parity.models import COMMON, EXPERTS, LATENT, QWEN, UNTIED
@@ -123,18 +122,6 @@ OF_DECLARED = (
     "global tokens hidden",
     "positions not continued",
 )
-ELSEWHERE = (
-    *OF_DECLARED,
-    *OF_DOCUMENTS,
-    *OF_PREDICTION,
-    *OF_LENGTH,
-    *OF_BATCH,
-    *OF_POSITIONS,
-    *OF_FOUR,
-)
-ELSEWHERE += (*OF_EXPERTS, *OF_LATENTS, *OF_LATENTS_ON_TP)
-ELSEWHERE += (*LAYERS, *SUBTLE, *PRODUCTION, *DATA)
-OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
 
 _LATENTS = f"{LATENT} --cp-ring-wire latent --calculate-per-token-loss"
 _ON_TP = f"{_LATENTS} --context-parallel-size 2 --tensor-model-parallel-size 2"
@@ -157,8 +144,7 @@ _LAYERS = (
     f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
     "learnable --calculate-per-token-loss --seq-length 512 --max-position-embeddings 512"
 )
-_OWN = (
-    Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS),
+_OTHERS = (
     Job("long", 2, f"{_LONG} --calculate-per-token-loss", (*OF_LENGTH, *OF_BATCH, *OF_BF16)),
     Job(
         "learned",
@@ -202,6 +188,9 @@ _OWN = (
     Job("latents", 2, _LATENTS, OF_LATENTS),
     Job("latents-on-tp", 4, _ON_TP, OF_LATENTS_ON_TP),
 )
+ELSEWHERE = {fault for job in _OTHERS for fault in job.faults} - {*OF_OTHER_LAYERS, *OF_BF16}
+OF_OSS = tuple(name for name in FAULTS if name not in ELSEWHERE)
+_OWN = (Job("oss", 2, f"{OSS} --calculate-per-token-loss", OF_OSS), *_OTHERS)
 
 
 def _by_script(name, script=""):

@@ -1,4 +1,6 @@
-"""The layers of the certificate's tiny model: the first ones, which show each kind of the flags."""
+"""The kinds of layers that the certificate finds in flags, and the layers of its tiny model: the
+first ones, which show each kind.
+"""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -88,3 +90,25 @@ def test_what_no_tiny_model_has_is_named():
         "experts of other ranks",
         "activations in host memory",
     ]
+
+
+def job(**config):
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    config = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 64} | config
+    return flags("", num_layers=4, **sizes), configuration(**config)
+
+
+def test_each_distinct_kind_once():
+    found = find_layer_kinds(*job(window_size=(128, 0), window_attn_skip_freq=2))
+    assert [(kind.layer, kind.numbers, kind.window) for kind in found] == [
+        (1, (1, 3), (128, 0)), (2, (2, 4), (-1, -1)),
+    ]  # fmt: skip
+    assert all((kind.heads, kind.groups, kind.d, kind.scale) == (4, 2, 64, 0.125) for kind in found)
+
+
+def test_a_probe_shows_the_edge_of_its_window():
+    (near,) = find_layer_kinds(*job(window_size=(500, 0)))
+    assert near.probed == (500, 0) and near.tokens > 2 * 500 and near.tokens % (2 * 4 * 16) == 0
+    (far,) = find_layer_kinds(*job(window_size=(100_000, 0)))
+    assert 0 < far.probed[0] < far.tokens / 2 and far.tokens**2 * far.heads <= 4 << 24
+    assert far.layer_name == f"layer 1 (window 100000, probed as {far.probed[0]})"

@@ -1,9 +1,4 @@
-"""What the certificate judges by: masks pair by pair, attention by brute force, and the kinds of
-layers that flags describe.
-"""
-
-import argparse
-from types import SimpleNamespace
+"""What the certificate judges by: drawn microbatches, weights of the loss, and the worst rank."""
 
 import numpy as np
 import pytest
@@ -13,40 +8,8 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.certificate import batch
 from cp_ring.megatron.certificate.batch import Batch
 from cp_ring.megatron.certificate.dense_oracle import document_rule
-from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.options import Options
-
-
-def job(**config):
-    args = argparse.Namespace(
-        num_layers=4, tensor_model_parallel_size=2, context_parallel_size=4, micro_batch_size=1
-    )
-    wanted = {
-        "num_attention_heads": 8,
-        "num_query_groups": 4,
-        "kv_channels": 64,
-        "softmax_type": "vanilla",
-    }
-    return args, SimpleNamespace(
-        **(wanted | {"window_size": None, "window_attn_skip_freq": None} | config)
-    )
-
-
-def test_each_distinct_kind_once():
-    found = find_layer_kinds(*job(window_size=(128, 0), window_attn_skip_freq=2))
-    assert [(kind.layer, kind.numbers, kind.window) for kind in found] == [
-        (1, (1, 3), (128, 0)), (2, (2, 4), (-1, -1)),
-    ]  # fmt: skip
-    assert all((kind.heads, kind.groups, kind.d, kind.scale) == (4, 2, 64, 0.125) for kind in found)
-
-
-def test_a_probe_shows_the_edge_of_its_window():
-    (near,) = find_layer_kinds(*job(window_size=(500, 0)))
-    assert near.probed == (500, 0) and near.tokens > 2 * 500 and near.tokens % (2 * 4 * 16) == 0
-    (far,) = find_layer_kinds(*job(window_size=(100_000, 0)))
-    assert 0 < far.probed[0] < far.tokens / 2 and far.tokens**2 * far.heads <= 4 << 24
-    assert far.layer_name == f"layer 1 (window 100000, probed as {far.probed[0]})"
 
 
 def test_layers_get_the_offsets_of_documents_on_their_device(monkeypatch):

@@ -158,7 +158,7 @@ class ExaminedLayers:
         n, window, parts = self.batch.shape[1], self.kind.probed[0], 2 * self.group.size()
         edges = [n * i // parts for i in range(parts)]
         edges += [edge + window for edge in edges] if window >= 0 else []
-        edges += [edge for rule in self.batch.rules for edge in rule.edges]
+        edges += [at for rule in self.batch.rules for piece in rule.pieces for at in piece[:4]]
         near = {edge + side for edge in edges for side in (-1, 0, 1)} & {*range(n)}
         chosen = sorted(near.union(range(0, n, -(-n // most))))
         return chosen[:: -(-len(chosen) // most)]

@@ -65,45 +65,7 @@ def observe(
     """
     seen: Seen = {}
     forward, signature = model.forward, inspect.signature(model.forward)
-
-    @functools.wraps(forward)
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        inputs = bound.arguments
-        given = {name: x.detach() for name, x in inputs.items() if isinstance(x, Tensor)}
-        for name in (each for each in TOKENS if each in given):
-            seen.update({key: given[key] for key in NAMES if key in given})
-            tokens = seen["tokens"] = given[name]
-            inputs[name] = tokens % VOCABULARY
-        if before or "tokens" in seen:
-            _run_to_layers(model, functools.partial(forward, *bound.args, **bound.kwargs), seen)
-        if "labels" not in seen:
-            raise _LayersBegin
-        if getattr(model.config, "mtp_num_layers", None):
-            seen["next"] = _next_labels(seen["labels"], inputs.get("packed_seq_params"))
-        return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
-
-    stage = []
-    if before:
-        sent = before["embedded"].transpose(0, 1)
-        stage = [(model, "pre_process", False), (model.decoder, "input_tensor", sent)]
-    with replaced((model, "forward", record), *stage), suppress(_LayersBegin):
-        output, loss = step(data and iter([data]), model)
-        if output.numel() == seen["labels"].numel():
-            (weights,) = torch.autograd.grad(
-                loss(output)[0], output, allow_unused=True, materialize_grads=True
-            )
-            seen["weights"] = weights.detach().double().view(seen["labels"].shape)
-    return seen
-
-
-def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
-    """Run the forward pass up to the first layer, which gets the embeddings of tokens and
-    positions.
-    """
     layers = getattr(model, "decoder", None)
-    if layers is None:
-        return
 
     def begin(hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
         for name, x in ("embedded", hidden_states), ("rotary", kwargs.get("rotary_pos_emb")):
@@ -114,8 +76,39 @@ def _run_to_layers(model: Any, forward: Callable[[], Any], seen: Seen) -> None:
         seen["packed"] = kwargs.get("packed_seq_params")
         raise _LayersBegin
 
-    with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
-        forward()
+    @functools.wraps(forward)
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        inputs = bound.arguments
+        given = {name: x.detach() for name, x in inputs.items() if isinstance(x, Tensor)}
+        for name in (each for each in TOKENS if each in given):
+            seen.update({key: given[key] for key in NAMES if key in given})
+            tokens = seen["tokens"] = given[name]
+            inputs[name] = tokens % VOCABULARY
+        if layers is not None and (before or "tokens" in seen):
+            with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
+                forward(*bound.args, **bound.kwargs)
+        if "labels" not in seen:
+            raise _LayersBegin
+        if getattr(model.config, "mtp_num_layers", None):
+            from megatron.core.transformer import multi_token_prediction
+
+            about = compat.group_of(None, "cp"), inputs.get("packed_seq_params")
+            seen["next"] = multi_token_prediction.roll_tensor(seen["labels"], -1, -1, *about)[0]
+        return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
+
+    stage = []
+    if before:
+        sent = before["embedded"].transpose(0, 1)
+        stage = [(model, "pre_process", False), (layers, "input_tensor", sent)]
+    with replaced((model, "forward", record), *stage), suppress(_LayersBegin):
+        output, loss = step(data and iter([data]), model)
+        if output.numel() == seen["labels"].numel():
+            (weights,) = torch.autograd.grad(
+                loss(output)[0], output, allow_unused=True, materialize_grads=True
+            )
+            seen["weights"] = weights.detach().double().view(seen["labels"].shape)
+    return seen
 
 
 def compare_stages(whole: Seen, stages: list[Seen], about: tuple[str, str]) -> list[Probe]:
@@ -157,18 +150,6 @@ def _documents(packed: Any, shape: Any) -> Any:
     cp = compat.group_of(None, "cp").size()
     packed = without_whole_rows(packed, shape[1] * cp)
     return packed and documents_of(packed, shape, cp, in_force())
-
-
-def _next_labels(labels: Tensor, packed: Any) -> Tensor:
-    """Return the labels one token further, as multi-token prediction makes them."""
-    # slow to import, and installed with Megatron only
-    from megatron.core.transformer import multi_token_prediction
-
-    roll = multi_token_prediction.roll_tensor
-    rolled: Tensor = roll(
-        labels, shifts=-1, dims=-1, cp_group=compat.group_of(None, "cp"), packed_seq_params=packed
-    )[0]
-    return rolled
 
 
 def compare(

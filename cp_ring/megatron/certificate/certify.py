@@ -131,7 +131,7 @@ def _probe_losses(args: argparse.Namespace, results: Certificate, *rest: Any) ->
     and no tiny model can have its flags. If only some ranks have one, the other ranks would wait
     for them, so the error is raised.
     """
-    run = next(_runs)
+    store, run = dist.distributed_c10d._get_default_store(), f"cp_ring/certificate/{next(_runs)}"
     try:
         loss_probe.probe_losses(args, results, *rest)
     except (ConfigError, PlanError, KernelError):
@@ -140,21 +140,13 @@ def _probe_losses(args: argparse.Namespace, results: Certificate, *rest: Any) ->
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {first_line(error)}"
         text += f" ({Path(place.filename).name}, line {place.lineno})"
-        if not _all_ranks_fail(run):
+        if store.add(run, 1) == dist.get_world_size():
+            store.set(f"{run}/all", "")
+        try:
+            store.wait([f"{run}/all"], datetime.timedelta(seconds=SKEW_S))
+        except RuntimeError:  # not on all ranks
             raise ConfigError(
                 f"--cp-ring-certify: {text} (rank {dist.get_rank()}, not on all ranks); "
                 "--no-cp-ring-certify trains without the probes"
             ) from error
         results.not_covered.append(f"the loss ({text})")
-
-
-def _all_ranks_fail(run: int) -> bool:
-    """Return True if the probe `run` fails on every rank within `SKEW_S` seconds."""
-    store, key = dist.distributed_c10d._get_default_store(), f"cp_ring/certificate/{run}"
-    if store.add(key, 1) == dist.get_world_size():
-        store.set(f"{key}/all", "")
-    try:
-        store.wait([f"{key}/all"], datetime.timedelta(seconds=SKEW_S))
-    except RuntimeError:
-        return False
-    return True

@@ -33,11 +33,6 @@ class MaskRule:
     positions: Tensor
     last: Tensor
 
-    @property
-    def edges(self) -> set[int]:
-        """Return indices at which the mask is most likely wrong."""
-        return {edge for piece in self.pieces for edge in piece[:4]}
-
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Return which pairs are visible, bool; both are int64 indices in the batch row on the CPU,
         of shapes that broadcast.

@@ -57,15 +57,6 @@ def is_own(step: ForwardStep | None) -> bool:
     return step is None or getattr(step, "__module__", "") == "cp_ring.megatron.gpt"
 
 
-def awaits_data(args: argparse.Namespace) -> bool:
-    """Return True if Megatron's training loop will read a microbatch, which is probed then, and not
-    a drawn one before.
-    """
-    if hasattr(args, "transformer_config") or settings.current().certify == "only":
-        return False
-    return not args.skip_train and bool(args.train_iters or args.train_samples)
-
-
 def probe_losses(
     args: argparse.Namespace,
     results: Certificate,
@@ -90,7 +81,10 @@ def probe_losses(
         shared = shared_items(items or [])
         gaps = uncovered_layers(args, config) if items is None else []
         results.not_covered += [f"{what}, in the loss" for what in gaps]
-        drawn = not shared and (items is not None or not awaits_data(args))
+        # Megatron's training loop will read a microbatch, which is probed then
+        untrained = program or settings.current().certify == "only" or args.skip_train
+        awaited = not untrained and items is None and (args.train_iters or args.train_samples)
+        drawn = not (shared or awaited)
         if drawn and not program:
             results.not_covered.append("the job's own microbatches")
         masks = masks_of(args, *shared[:1])

@@ -95,8 +95,8 @@ class Certificate:
     def summary(self) -> str:
         """Return one line: what was not probed, what was, and how long it took."""
         layers = sorted({f"{probe.layer} under {probe.mask}" for probe in self.probes})
-        reach = {layer: f", up to {self.up_to[layer]}" for layer in self.up_to}
-        shown = "; ".join(layer + reach.get(layer, "") for layer in layers)
+        reach = self.up_to
+        shown = "; ".join(f"{at}, up to {reach[at]}" if at in reach else at for at in layers)
         missing = f"not covered: {', '.join(self.not_covered)}; " if self.not_covered else ""
         passed = f"{len(self.probes)} probes passed in {self.seconds:.1f} s"
         return f"certificate: {missing}{passed} ({shown})"

@@ -113,7 +113,10 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     fields = {field.name for field in dataclasses.fields(made)}
     tp, letters = config.tensor_model_parallel_size, letters_of(args)
     sharing = config.num_attention_heads // config.num_query_groups
-    groups = _key_heads(args, sharing)
+    # two key/value heads for each tensor-parallel rank and each rank that exchanges heads, or as
+    # many as the job has
+    members = max(spec.ulysses for _, spec in comm_types.specs(args, settings.current()))
+    groups = min(args.num_attention_heads // sharing, 2 * tp * members)
     count = number_of_layers(args, config, kinds)
     values = {name: getattr(config, name) for name in KEPT.split() if hasattr(config, name)} | {
         "num_layers": count,
@@ -180,15 +183,6 @@ def transformer_config(args: argparse.Namespace) -> Any:
     from megatron.training.arguments import core_transformer_config_from_args
 
     return core_transformer_config_from_args(args)
-
-
-def _key_heads(args: argparse.Namespace, sharing: int) -> int:
-    """Return the key/value heads of a tiny model: two for each tensor-parallel rank and each rank
-    that exchanges heads, or as many as the job has.
-    """
-    specs = comm_types.specs(args, settings.current())
-    ranks = args.tensor_model_parallel_size * max(spec.ulysses for _, spec in specs)
-    return int(min(args.num_attention_heads // sharing, 2 * ranks))
 
 
 def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> int:
