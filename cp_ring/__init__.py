@@ -63,17 +63,13 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name == "__version__":
-        return _version()
+        try:
+            return importlib.metadata.version("cp-ring")
+        # a checkout that is on the path without being installed
+        except importlib.metadata.PackageNotFoundError:
+            return "0+unknown"
     raise AttributeError(f"module 'cp_ring' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("cp-ring")
-    # a checkout that is on the path without being installed
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"

@@ -159,10 +159,10 @@ def ring_attention(
         if x is not None or name != "sink":
             check_local(name, x)
     transport = transport_of_call(group, q.device, plan or layout)
-    inputs, tokens_first = Inputs(q, k, v, sink, latents).alike(), qkv_format == "sbhd"
+    inputs = Inputs(q, k, v, sink, latents).alike()
     if plan is None:
-        inputs.check(int(not tokens_first))
-        plan = asked.find(transport, inputs[:3], tokens_first, latents is not None)
+        inputs.check()
+        plan = asked.find(transport, inputs, qkv_format == "sbhd")
         if transport is not None and isinstance(layout, str):
             check_cut(transport, plan.layout, "ring_attention")
     wire = wire or ("plain" if latents is None or plan.ulysses > 1 else "latent")

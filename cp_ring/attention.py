@@ -125,7 +125,9 @@ class Attention:
     ):
         q, k, v, sink, latents = inputs
         self._bshd = options.qkv_format == "bshd"
-        inputs.check(int(self._bshd))
+        inputs.check()
+        first, second, h, d = q.shape
+        batch, tokens = (first, second) if self._bshd else (second, first)
         self._plan, self._options = weakref.ref(rank_plan), options
         self.transport: Callable[[], Transport | None] = (
             weakref.ref(transport) if transport is not None else lambda: None
@@ -138,15 +140,14 @@ class Attention:
                 options.kernel,
                 device=q.device,
                 dtype=q.dtype,
-                d=q.shape[-1],
+                d=d,
                 e=v.shape[-1],
                 packed=rank_plan.packed,
                 max_logit=options.max_logit,
             )
-        batch, tokens = q.shape[:2] if self._bshd else (q.shape[1], q.shape[0])
-        if q.shape[2] > max(tokens, _MANY_HEADS):
+        if h > max(tokens, _MANY_HEADS):
             warnings.warn(
-                f"q has {q.shape[2]} heads and {tokens} tokens: for tensors [batch, heads, tokens, "
+                f"q has {h} heads and {tokens} tokens: for tensors [batch, heads, tokens, "
                 "head size] pass qkv_format='bhsd'",
                 stacklevel=2,
             )
@@ -156,7 +157,7 @@ class Attention:
         self._ring = Ring(
             codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
             bshd=self._bshd and rank_plan.exchange is None and not self._batch_rows,
-            scale=q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
+            scale=d**-0.5 if options.softmax_scale is None else options.softmax_scale,
             num_slots=options.num_slots,
             wire_dtype={
                 "input": q.dtype,
@@ -164,15 +165,15 @@ class Attention:
                 "bfloat16": torch.bfloat16,
             }[options.wire_dtype],
             exact=exact,
-            shares_heads=not self._latents and q.shape[2] > k.shape[2],
+            shares_heads=not self._latents and h > k.shape[2],
         )
         compared = {name: x for name, x in vars(options).items() if name not in _OF_A_RANK}
         compared |= {
             "dtype": q.dtype,
             "batch": 1 if self._batch_rows else batch,
-            "query heads": q.shape[2],
+            "query heads": h,
             "key/value heads": k.shape[2],
-            "head size": q.shape[3],
+            "head size": d,
             "head size of values": v.shape[3],
             "softmax_scale": self._ring.scale,
             "wire": Plain.name if alone else options.wire,

@@ -80,14 +80,13 @@ class RingCall(NamedTuple):
 
     def of_pass(self, device: torch.device, backward: bool) -> tuple[Work, Sequence[Turn]]:
         """Return the kernel calls and updates of a pass, and the order of its messages."""
-        passes = self.ring.passes
-        if backward not in passes:
-            few_keys = backward and self.ring.shares_heads
-            work = work_of(self.rank_plan, self.kernel, device, backward, few_keys)
-            order = message_order(self.rank_plan, self.ring.num_slots, backward)
-            check_order(order, self.rank_plan, self.ring.num_slots, backward)
-            passes[backward] = work, order
-        return passes[backward]
+        ring, part = self.ring, self.rank_plan
+        if backward not in ring.passes:
+            work = work_of(part, self.kernel, device, backward, backward and ring.shares_heads)
+            order = message_order(part, ring.num_slots, backward)
+            check_order(order, part, ring.num_slots, backward)
+            ring.passes[backward] = work, order
+        return ring.passes[backward]
 
 
 class RingAttention(torch.autograd.Function):

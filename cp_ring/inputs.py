@@ -101,10 +101,8 @@ class Inputs(NamedTuple):
         tensors = (self.q, self.k, self.v, self.sink, *(self.latents or ()))
         return tuple([x is not None and (type(x), x.shape, x.dtype, x.device) for x in tensors])
 
-    def check(self, tokens: int) -> None:
-        """Raise `PlanError` for tensors that do not fit together. tokens: the dimension of
-        tokens.
-        """
+    def check(self) -> None:
+        """Raise `PlanError` for tensors that do not fit together."""
         q, k, v, sink, _ = self
 
         def shapes() -> str:
@@ -130,8 +128,7 @@ class Inputs(NamedTuple):
             )
         if (
             k.shape[:3] != v.shape[:3]
-            or k.shape[1 - tokens] != q.shape[1 - tokens]
-            or k.shape[tokens] != q.shape[tokens]
+            or k.shape[:2] != q.shape[:2]
             or q.shape[3] != k.shape[3]
             or q.shape[2] % k.shape[2]
         ):

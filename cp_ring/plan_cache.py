@@ -24,6 +24,7 @@ from cp_ring.runtime import RUNTIME
 
 if TYPE_CHECKING:
     from cp_ring.comm.transport import Transport
+    from cp_ring.inputs import Inputs
     from cp_ring.plan.records import RankPlan
 
 _OF_PLANS = "mask, layout, route, schedule and heads"
@@ -88,18 +89,17 @@ class PlanOptions:
     def find(
         self,
         transport: Transport | None,
-        tensors: tuple[Tensor, Tensor, Tensor],
+        inputs: Inputs,
         tokens_first: bool,
-        latent: bool = False,
     ) -> Plan:
-        """Return the plan of a call in which the rank of the transport passes q, k and v, which are
+        """Return the plan of a call in which the rank of the transport passes `inputs`, which are
         checked: [batch, tokens, ...], or tokens first. Latents have no heads, and are not exchanged
         by default.
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
-        q = tensors[0]
-        tokens, batch = q.shape[int(not tokens_first)], q.shape[int(tokens_first)]
+        first, second = inputs.q.shape[:2]
+        batch, tokens = (second, first) if tokens_first else (first, second)
         rank, cp = (transport.rank, transport.size) if transport else (0, 1)
         layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:
@@ -111,25 +111,27 @@ class PlanOptions:
         spec = PlanSpec(layout, self.route, self.schedule)
         if self.heads != AUTO:
             spec = replace(spec, ulysses=int(self.heads))
-        elif not latent and isinstance(self.schedule, str) and transport is not None:
+        elif inputs.latents is None and isinstance(self.schedule, str) and transport is not None:
             near = node_size(getattr(transport, "ranks", ()), ranks_per_node())
             if 1 < near < cp:
-                spec = replace(spec, choice=Conditions(_sizes(*tensors, batch), node=near))
+                spec = replace(spec, choice=Conditions(_sizes(inputs, batch), node=near))
         proven = plan(mask, cp, spec)
-        held = int(proven.layout.tokens_per_rank[rank])
-        if proven.layout.rows == 1 and held != tokens:
+        layout = proven.layout
+        held = int(layout.tokens_per_rank[rank])
+        if layout.rows == 1 and held != tokens:
             name = "the sequence has" if self.cu_seqlens is None else "cu_seqlens ends at"
             raise ConfigError(
-                f"{name} {proven.layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
+                f"{name} {layout.n} tokens, of which rank {rank} of {cp} holds {held}, but "
                 f"q has {tokens} tokens of each batch row"
             )
-        if proven.layout.rows not in (1, batch):
-            raise ConfigError(f"layout is for {proven.layout.rows} batch rows, but q has {batch}")
+        if layout.rows not in (1, batch):
+            raise ConfigError(f"layout is for {layout.rows} batch rows, but q has {batch}")
         return proven
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, batch: int) -> AttentionSizes:
+def _sizes(inputs: Inputs, batch: int) -> AttentionSizes:
     """Return the sizes for predicted times."""
+    q, k, v, *_ = inputs
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp32")
     return AttentionSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3], dtype=dtype, batch=batch)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_ring import Layout, Mask, Plan, plan_cache, ring_attention, roll, shard
 from cp_ring.comm.groups import transport_for
 from cp_ring.errors import ConfigError, PlanError
+from cp_ring.inputs import Inputs
 from cp_ring.plan import split_heads
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.sizes.head_split import unsplit
@@ -99,7 +100,7 @@ def _by_default(group, case, between):
         patch.setattr(plan_cache, "Conditions", slow)
         q, k, v, dout = shard(tuple(case), group=group)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        made = PlanOptions(causal=True).find(transport_for(group, q.device), (q, k, v), False)
+        made = PlanOptions(causal=True).find(transport_for(group, q.device), Inputs(q, k, v), False)
         out = ring_attention(q, k, v, group, causal=True)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)], made.ulysses
 

@@ -141,11 +141,15 @@ class Agreement:
     def __init__(self, store: Any, rank: int, size: int):
         self._meetings = Meetings(store, rank, size, "agreement")
         self._known: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._latest: Callable[[], Sequence[Fact]] = list
+        self._begin()
+
+    def _begin(self) -> None:
+        self._known.clear()
         self._history = hashlib.blake2b(digest_size=16)
         self._new = self.tag = 0
         self._calls = self._last = 0  # calls so far, and the one whose backward ran last
         self._events = 0  # calls and backward calls so far
-        self._latest: Callable[[], Sequence[Fact]] = list
 
     def check(
         self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int = EVERY
@@ -192,10 +196,8 @@ class Agreement:
         mine = self._events, self._history.hexdigest(), facts
         what = f"made a call that is new to it ({_words(facts)})"
         line = self._meetings.meet(mine, _conclusion, what)
-        if line:  # after which the ranks may agree again
-            self._known.clear()
-            self._history = hashlib.blake2b(digest_size=16)
-            self.tag = self._calls = self._last = self._events = self._new = 0
+        if line:
+            self._begin()  # after which the ranks may agree again
             raise PlanError(line)
 
     def explain(self, error: RuntimeError, peers: Iterable[int]) -> Exception:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import override
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ Updates = Mapping[int, Sequence[Segments]]
 """The updates of the sums of dk and dv, by the index of the hop (`cp_ring.kernels.work.Work`)."""
 
 
-class GradMessages(ABC):
+class GradStream:
     """Sums up the partial gradients of each hop's keys and values, and sends them to the owners of
     the keys. `own` are the keys and values of this rank. Gradients travel in `wire_dtype`: those of
     keys and values, or of what they are made from, in tensors like those of `like`.
@@ -54,14 +52,14 @@ class GradMessages(ABC):
         """Begin a hop. Returns the sum of the gradients of its keys, of one tensor [u, b, g, d] for
         keys and for values.
         """
-        self._now = self._home
+        self._now, self._num_grads = self._home, hop.num_grads
         if hop.index:
             self._now = self._sum(hop.index, hop.num_grads, self._hop_dtype)
         return self._now
 
     def send(self, hop: Hop) -> None:
         """Add the gradients that arrived during this hop, then post the messages of this hop."""
-        self._collect(hop)
+        self._collect()
         if self._transport is None:
             return
         leaving, self._arriving = self._leaving(hop), hop.arrivals
@@ -76,19 +74,22 @@ class GradMessages(ABC):
         receives = [(packed, self._in) for _, packed in self._arriving]
         self._pending = self._transport.post(MessageBatch(sends, receives, "gradients", hop.index))
 
-    @abstractmethod
     def finish(self) -> Sequence[Tensor]:
         """Return the gradients of the codec's inputs, in the order of its constructor."""
+        self._collect()
+        return self._home.finish()
 
-    @abstractmethod
-    def _collect(self, hop: Hop | None) -> None:
-        """Add the gradients that have arrived to this rank's sums, or to those that `hop` passes
+    def _collect(self) -> None:
+        """Add the gradients that have arrived to this rank's sums, or to those that the hop passes
         on.
         """
+        # Each is a part of one transfer, in the order that `gradient_updates` of the plan expects.
+        for transfer, _ in self._arrived():
+            (self._now if transfer.buffer else self._home).add(*self._in)
 
-    @abstractmethod
     def _leaving(self, hop: Hop) -> Buffer:
         """Return the gradients of the hop's keys, if any of them leave."""
+        return self._now.finish() if hop.grad_sends else ()
 
     def _arrived(self) -> Sequence[tuple[Transfer, Transfer]]:
         """Wait for the messages that were posted last. Return the transfers that have arrived, and
@@ -98,24 +99,3 @@ class GradMessages(ABC):
         self._pending = DONE  # which frees the tensors of its messages
         arrived, self._arriving = self._arriving, ()
         return arrived
-
-
-class GradStream(GradMessages):
-    """Gradients of keys and values: summed for each hop, sent to other ranks, and added to the sums
-    of the receiver.
-    """
-
-    @override
-    def finish(self) -> Sequence[Tensor]:
-        self._collect(None)
-        return self._home.finish()
-
-    @override
-    def _collect(self, hop: Hop | None) -> None:
-        # Each is a part of one transfer, in the order that `gradient_updates` of the plan expects.
-        for transfer, _ in self._arrived():
-            (self._now if transfer.buffer else self._home).add(*self._in)
-
-    @override
-    def _leaving(self, hop: Hop) -> Buffer:
-        return self._now.finish() if hop.grad_sends else ()

@@ -73,21 +73,21 @@ def transport_for(group: Group, device: torch.device) -> Transport | None:
         return transport_for(_group_of_mesh(group), device)
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(_not_a_group(group))
-    of_group = _transports.setdefault(group, {})
-    if device.type not in of_group:
+    of_group, kind = _transports.setdefault(group, {}), device.type
+    if kind not in of_group:
         if dist.get_rank(group) < 0:
             raise ConfigError(_not_of_the_group())
         backend = backend_of(group, device)
-        if backend == "" or (device.type, backend) == ("cuda", "gloo"):
+        if backend == "" or (kind, backend) == ("cuda", "gloo"):
             raise ConfigError(
-                f"the context-parallel group moves no tensors of {device.type} (its backends are "
+                f"the context-parallel group moves no tensors of {kind} (its backends are "
                 f"{dist.get_backend_config(group)}): make it with backend "
-                f"{'nccl' if device.type == 'cuda' else 'gloo'}"
+                f"{'nccl' if kind == 'cuda' else 'gloo'}"
             )
         choose_for(device)
         meet_first(group, device)
-        of_group[device.type] = GroupTransport(group, device)
-    return of_group[device.type]
+        of_group[kind] = GroupTransport(group, device)
+    return of_group[kind]
 
 
 def choose_for(device: torch.device) -> None:

@@ -108,7 +108,8 @@ def over_heads(
         compute 1, out 1 departs, out 0 arrives, out 1 arrives
     """
     size, sharing = split.size, (1, split.sharing, split.sharing)
-    cut = [_cut(x, split.groups, min(size, x.shape[2])) for x in (q, k, v)]
+    # groups of heads, each [s, b, ranks, heads of the group of a rank, d]
+    cut = [x.unflatten(2, (min(size, x.shape[2]), split.groups, -1)).unbind(3) for x in (q, k, v)]
 
     def exchanged(*tensors: Tensor) -> Landing:
         return _exchanged(mover, size, tensors)
@@ -136,13 +137,6 @@ def over_heads(
     arrived = zip(*(flight.arrive(link) for flight, link in outs), strict=True)
     whole, *lses = (torch.stack(of_groups, 3).flatten(2, 4) for of_groups in arrived)
     return whole, lses[0][..., 0].permute(1, 2, 0) if lses else None
-
-
-def _cut(x: Tensor, groups: int, size: int) -> Sequence[Tensor]:
-    """Cut x [s, b, h, d] into groups of heads, each [s, b, size, heads of the group of a
-    rank, d].
-    """
-    return x.unflatten(2, (size, groups, -1)).unbind(3)
 
 
 def _exchanged(mover: Mover, size: int, tensors: Sequence[Tensor]) -> Landing:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.comm.codecs import Decoding
-from cp_ring.comm.gradients import GradMessages, Updates
+from cp_ring.comm.gradients import GradStream, Updates
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.errors import PlanError
 from cp_ring.ops.dtypes import in_one_dtype, sum_dtype, without_autocast
@@ -157,7 +157,7 @@ class LatentCodec(Decoding):
         return LatentGradients(self, (self._k, self._v), updates, transport, wire_dtype)
 
 
-class LatentGradients(GradMessages):
+class LatentGradients(GradStream):
     """Gradients of the latents and rotated parts [s, b, c + r] that other ranks read, summed in
     float32 by the owner.
 
@@ -187,7 +187,7 @@ class LatentGradients(GradMessages):
     @override
     def finish(self) -> Sequence[Tensor]:
         """Return dk, dv, and the gradients of latent, key_up and value_up."""
-        self._collect(None)
+        self._collect()
         dk, dv = self._home.finish()
         size, heads = self._codec.latent.shape[-1], dk.shape[2]
         dk[:, :, 0, self._codec.key_dim :] += self._owed[..., size:]
@@ -195,12 +195,12 @@ class LatentGradients(GradMessages):
         return dk, dv, self._owed[..., :size].to(dk.dtype), *weights
 
     @override
-    def _collect(self, hop: Hop | None) -> None:
+    def _collect(self) -> None:
         for transfer, packed in self._arrived():
             target = self._owed
-            if transfer.buffer and hop:
+            if transfer.buffer:
                 if self._passed is None:
-                    self._passed = target.new_zeros((hop.num_grads, *target.shape[1:]))
+                    self._passed = target.new_zeros((self._num_grads, *target.shape[1:]))
                 target = self._passed
             for (start, end), (first, last) in zip(transfer.ranges, packed.ranges, strict=True):
                 target[start:end] += self._in[0][first:last]

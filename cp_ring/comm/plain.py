@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from cp_ring.comm.gradients import GradMessages, GradStream, Updates
+from cp_ring.comm.gradients import GradStream, Updates
 from cp_ring.comm.streams import KeyStream
 from cp_ring.comm.transport import Buffer, Transport
 from cp_ring.plan.records import Hop, Turn
@@ -53,6 +53,6 @@ class Plain:
 
     def gradients(
         self, updates: Updates, transport: Transport | None, wire_dtype: torch.dtype
-    ) -> GradMessages:
+    ) -> GradStream:
         """Return the gradients of one backward pass."""
         return GradStream(updates, transport, (self._k, self._v), wire_dtype)

@@ -32,12 +32,11 @@ class KeyStream:
         self._recording = recording()
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        turns, pending = self._order, list[Pending]()
+        pending = list[Pending]()
         # In backward, the gradients of the last hop, unless they leave with keys.
         leave = self._transport.leave if isinstance(self._transport, Joining) else None
-        for place, (hop, slot, _, ahead) in enumerate(turns):
-            if place == len(pending):
-                pending.append(self._posted(turns[place]))
+        for place, (hop, slot, _, ahead) in enumerate(self._order):
+            self._post(pending, place + 1)
             if pending[place] is not DONE:
                 wait_for(pending[place])
             pending[place] = DONE  # which frees the tensors of its messages

@@ -52,7 +52,7 @@ def merge(
     if fits and _fused.run(segments, outs, lses, running, lse, result):
         return
     weights = {} if weights is None else weights
-    for segment in segments.joined if running is None else segments.each:
+    for segment in segments.each:
         target, total, places = segment.begin(outs, running, result, 1)
         total_lse = tokens(lse, 2, segment.start, segment.size)
         if not segment.places:

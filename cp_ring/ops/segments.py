@@ -87,14 +87,12 @@ class Segment(NamedTuple):
 @dataclass(eq=False)
 class Segments:
     """The segments of one update. `table`, `whole` and `kept` are those of
-    `cp_ring.plan.records.Update`; by default the running total has all tokens. `in_result` is the
-    table if the result holds the running total too; by default it is the same.
+    `cp_ring.plan.records.Update`; by default the running total has all tokens.
     """
 
     table: np.ndarray
     whole: bool = False
     kept: slice = slice(0, None)
-    in_result: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         table = self.table
@@ -108,12 +106,6 @@ class Segments:
     def each(self) -> list[Segment]:
         """The segments, for torch operations."""
         return [_segment(self.kept.start, *column) for column in self.table.T.tolist()]
-
-    @cached_property
-    def joined(self) -> list[Segment]:
-        """The segments if the result holds the running total too."""
-        table = self.table if self.in_result is None else self.in_result
-        return [_segment(0, *column) for column in table.T.tolist()]
 
     @cached_property
     def _blocks(self) -> Copies:

@@ -30,7 +30,7 @@ def add(
     """
     fits = result.is_cuda and result.dtype != torch.float64 and segments.parts > 0
     if not (fits and _fused.run(segments, parts, running, result, dim)):
-        for segment in segments.joined if running is None else segments.each:
+        for segment in segments.each:
             target, total, places = segment.begin(parts, running, result, dim)
             for place in places:
                 total += segment.take(place, parts, dim)

@@ -118,8 +118,7 @@ def balanced_layout(layers: Layers, cp: int) -> Layout:
         raise PlanError(
             f"balanced layout cuts the sequence into {cp} chunks for cp {cp}, but it has {n} tokens"
         )
-    others = [Layout.zigzag(n, cp)] if n >= 2 * cp else []
-    others = [*others, Layout.contiguous(n, cp)]
+    others = [make(n, cp) for make in (Layout.zigzag, Layout.contiguous)[n < 2 * cp :]]
     others = [split for split in others if np.ptp(split.tokens_per_rank) <= (n % cp > 0)]
     rows, work = _measured(layers, cp)
     sizes = [n // cp + (rank < n % cp) for rank in range(cp)]

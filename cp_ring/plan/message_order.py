@@ -17,11 +17,12 @@ def message_order(rank_plan: RankPlan, num_slots: int, backward: bool) -> tuple[
     posted: list[tuple[int, tuple[tuple[Transfer, int], ...]]] = []
     turns = []
     for place, now in enumerate(hops):
+        index = now.index
         for hop in hops[len(posted) :]:
             # In backward, all ranks post their batches in one order: the keys of hop t after
             # the gradients of hop t - 1 - ahead, of which hop 0 has none.
-            early = backward and hop.index > max(now.index, 1) + ahead
-            absent = any(send.buffer > now.index for send in hop.sends)
+            early = backward and hop.index > max(index, 1) + ahead
+            absent = any(send.buffer > index for send in hop.sends)
             # Where messages have one queue with kernels, those of a hop that is further ahead would
             # start when the first ones end, and the kernels behind them wait.
             early |= len(posted) > place + ahead
@@ -33,6 +34,6 @@ def message_order(rank_plan: RankPlan, num_slots: int, backward: bool) -> tuple[
             sends = tuple((send, slots[send.buffer]) for send in hop.sends)
             posted.append((slots.get(hop.index, 0), sends))
         turns.append(Turn(now, *posted[place], len(posted)))
-        if now.index and now.index in slots:
-            free.append(slots.pop(now.index))
+        if index and index in slots:
+            free.append(slots.pop(index))
     return tuple(turns)

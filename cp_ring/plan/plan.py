@@ -196,12 +196,9 @@ class Plan:
             own = rank_plan(self.ring, rank // self.ulysses)
             if self.ulysses > 1:
                 layout = self.layout
-                more = (
-                    Fact.of("heads", self.ulysses),
-                    Fact("shards", layout.digest, repr(layout)),
-                )
                 exchange = Moves.gathered(layout, self.ring.layout, own.rank)
-                identity = *own.identity, *more
+                shards = Fact("shards", layout.digest, repr(layout))
+                identity = *own.identity, Fact.of("heads", self.ulysses), shards
                 own = replace(own, rank=rank, cp=self.cp, identity=identity, exchange=exchange)
             self._rank_plans[rank] = own
         return self._rank_plans[rank]
@@ -245,7 +242,10 @@ class Plan:
                 )
             for one in range(members.cp) if part is None else (part,) * (executed is None):
                 check_moves(Moves.gathered(layout, members, one), whole, axis, member=one)
-        proven = report(self.ring, verify(self.ring, num_slots, axis))
+        verify(self.ring, axis)
+        proven = report(self.ring)
+        if (slots := proven.slots) > num_slots:
+            raise PlanError(f"{slots} receive buffers in use, num_slots is {num_slots}")
         self._proven.add(None)
         every = map(self.rank_plan, range(self.cp if rank_plans else 0))
         for own in (*every, *([executed] if executed else [])):

@@ -66,17 +66,14 @@ BLOCK = 1 << 16
 """The queries of bands that are added up at one time, so that their arrays stay in the cache."""
 
 
-def verify(plan: PlanTables, num_slots: int = 2, axis: Axis | None = None) -> int:
-    """Prove tables, run with `num_slots` receive buffers. Returns how many of them are in use at
-    once. `axis` is that of the layout, if it is known already.
-    """
+def verify(plan: PlanTables, axis: Axis | None = None) -> None:
+    """Prove tables. `axis` is that of the layout, if it is known already."""
     axis = axis or Axis(plan.layout)
     _check_columns(plan, axis)
     _check_hops(plan)
     _check_pieces(plan)
     _check_cover(plan, axis)
     _check_moved(plan, axis)
-    return _check_slots(plan, num_slots)
 
 
 class Axis:
@@ -423,21 +420,6 @@ def _difference_of(one: Ints, other: Ints) -> list[int]:
     count = min(one.shape[1], other.shape[1])
     at = int(np.append((one[:, :count] != other[:, :count]).any(0), True).argmax())
     return [min(int(table[0, at]) for table in (one, other) if at < table.shape[1])]
-
-
-def _check_slots(plan: PlanTables, num_slots: int) -> int:
-    """Two buffers of keys are enough, of which one is read while the next one is filled; ranks that
-    receive once need one. That no slot is filled while it is read is for `check_order`.
-    """
-    keys = plan.transfers
-    fills = np.diff(keys.receiver * plan.cp + keys.hop, prepend=-1) != 0  # they are sorted
-    count = np.bincount(keys.receiver[fills], minlength=plan.cp)
-    slots = min(2, int(count.max()))
-    _expect(
-        slots <= num_slots,
-        f"rank {count.argmax()}: {slots} receive buffers in use, num_slots is {num_slots}",
-    )
-    return slots
 
 
 def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) -> None:

@@ -5,8 +5,10 @@ the executor holds.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
+from textwrap import shorten
 
 import numpy as np
 
@@ -16,45 +18,50 @@ from cp_ring.plan.records import Fact, Hop, PlanTables, RankPlan, Transfer, Tran
 from cp_ring.plan.schedule import ring_distance
 from cp_ring.plan.tiles import Tiles, coalesce
 
+Slide = Callable[[Ints, Ints], Ints]
+"""A function from owners and tokens of their shards to the numbers that, added to the tokens, give
+their places in the buffers that hold them.
+"""
 
-class _HopBuffers:
-    """A rank's buffers, one for each hop, in which the ranges of a table of messages lie end to
-    end. At hop 0 the buffer is the rank's whole shard. Tokens have their places on the axis of all
-    shards (`Layout.axis`).
+
+def _slides(layout: Layout, rank: int, table: Transfers) -> Slide:
+    """Return the `Slide` of a rank's buffers, one for each hop, in which the ranges of a table of
+    messages lie end to end. At hop 0 the buffer is the rank's whole shard. Tokens have their places
+    on the axis of all shards (`Layout.axis`).
     """
+    first, before = layout.first, starts_of(table.tokens)
+    begin = np.append(0, before - before[np.searchsorted(table.hop, table.hop)])
+    place = np.append(first[rank], first[table.owner] + table.start)
+    order = np.argsort(place, kind="stable")
+    places, slides = place[order], (begin - place)[order]
 
-    def __init__(self, layout: Layout, rank: int, table: Transfers):
-        self.table, self._first = table, layout.first
-        size = table.tokens
-        before = starts_of(size)
-        begin = np.append(0, before - before[np.searchsorted(table.hop, table.hop)])
-        place = np.append(self._first[rank], self._first[table.owner] + table.start)
-        order = np.argsort(place, kind="stable")
-        self._place, self._slide = place[order], (begin - place)[order]
-        self.sizes = np.bincount(table.hop, size, layout.cp).astype(np.int64)
-        self.sizes[0] = layout.tokens_per_rank[rank]
+    def slide(owner: Ints, start: Ints) -> Ints:
+        to_axis = first[owner]
+        moved: Ints = to_axis + slides[np.searchsorted(places, to_axis + start, "right") - 1]
+        return moved
 
-    def slide(self, owner: Ints, start: Ints) -> Ints:
-        """Return the number to add to a token of the owner's shard for its place in the buffer that
-        holds it.
-        """
-        first = self._first[owner]
-        return first + self._slide[np.searchsorted(self._place, first + start, "right") - 1]
+    return slide
 
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """Return the plan of one rank, made from the tables of all ranks."""
     cp, layout = plan.cp, plan.layout
     # keys arrive in one buffer of a hop, and gradients leave the other
-    keys = _HopBuffers(layout, rank, plan.transfers.where("receiver", rank))
-    grads = _HopBuffers(layout, rank, plan.gradients.where("sender", rank))
+    arriving = plan.transfers.where("receiver", rank)
+    grads_leaving = plan.gradients.where("sender", rank)
+    num_keys, num_grads = (
+        np.bincount(table.hop, table.tokens, cp).astype(np.int64).tolist()
+        for table in (arriving, grads_leaving)
+    )
+    num_keys[0] = num_grads[0] = num_tokens = int(layout.tokens_per_rank[rank])
+    keys, grads = (_slides(layout, rank, table) for table in (arriving, grads_leaving))
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
     messages = (
-        _messages(keys.table, "sender", "receiver", cp, keys),
+        _messages(arriving, "sender", "receiver", cp, keys),
         _messages(leaving, "receiver", "receiver", cp, keys),
-        _messages(grads.table, "receiver", "sender", cp, grads),
+        _messages(grads_leaving, "receiver", "sender", cp, grads),
         _messages(grads_arriving, "sender", "sender", cp, grads),
     )
     hops = []
@@ -64,10 +71,10 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         hop = Hop(
             index,
             tiles[own],
-            int(keys.sizes[index]),
+            num_keys[index],
             receives,
             sends,
-            int(grads.sizes[index]),
+            num_grads[index],
             grad_shift[own],
             grad_sends,
             grad_receives,
@@ -76,7 +83,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     return RankPlan(
         rank,
         cp,
-        int(keys.sizes[0]),
+        num_tokens,
         tuple(hops),
         layout.rows,
         identity(plan),
@@ -85,9 +92,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     )
 
 
-def _own_tiles(
-    plan: PlanTables, rank: int, keys: _HopBuffers, grads: _HopBuffers
-) -> tuple[Tiles, Ints, Ints]:
+def _own_tiles(plan: PlanTables, rank: int, keys: Slide, grads: Slide) -> tuple[Tiles, Ints, Ints]:
     """Return a rank's tiles with keys counted in the key buffer of their hop, their hops, and the
     shift from there to the gradient buffer.
 
@@ -96,8 +101,8 @@ def _own_tiles(
     """
     mine = slice(*np.searchsorted(plan.tile_rank, [rank, rank + 1]))
     tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
-    slide = keys.slide(source, tiles.k0)
-    shift = grads.slide(source, tiles.k0) - slide
+    slide = keys(source, tiles.k0)
+    shift = grads(source, tiles.k0) - slide
     places, group = np.unique(np.stack([hop, shift]), axis=1, return_inverse=True)
     tiles, group = coalesce(tiles.shifted(0, slide), group.reshape(-1))
     hop, shift = places[:, group]
@@ -105,7 +110,7 @@ def _own_tiles(
 
 
 def _messages(
-    table: Transfers, peer: str, holder: str, cp: int, buffers: _HopBuffers
+    table: Transfers, peer: str, holder: str, cp: int, buffers: Slide
 ) -> dict[int, tuple[Transfer, ...]]:
     """Return the messages of a table by hop, with ranges counted in this rank's buffers: one
     transfer for each peer and buffer.
@@ -117,7 +122,7 @@ def _messages(
     peers: Ints = getattr(table, peer)
     # `Transfer.buffer` is 0 for the buffer of the message's own hop.
     named = table.buffer if peer == holder else np.zeros_like(peers)
-    slide = buffers.slide(table.owner, table.start)
+    slide = buffers(table.owner, table.start)
     of_holder = ring_distance(getattr(table, holder), table.owner, cp)
     sort = sort_index(table.hop, peers, of_holder, table.start)
     rows = np.stack([table.hop, peers, named, table.start + slide, table.end + slide])[:, sort]
@@ -127,17 +132,13 @@ def _messages(
     return found
 
 
-_MAX_WORDS = 80
-
-
 def identity(plan: PlanTables) -> tuple[Fact, ...]:
     """Return the facts from which a plan is made: mask, layout, route and schedule.
 
     The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan`
     makes one rank's share of the tables only.
     """
-    words = str(plan.schedule)
-    words = words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
+    words = shorten(str(plan.schedule), 80, placeholder=" ...")
     return (
         Fact("mask", plan.mask.digest, repr(plan.mask)),
         Fact("layout", plan.layout.digest, repr(plan.layout)),

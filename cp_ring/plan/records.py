@@ -241,14 +241,15 @@ class RankPlan:
 
         The first remote keys travel during the first half, the last gradients during the second.
         """
-        if len(self.hops) < 2 or self.hops[0].index:
-            return self.hops
-        first, *others = self.hops
+        hops = self.hops
+        if len(hops) < 2 or hops[0].index:
+            return hops
+        first, *others = hops
         start, end = (
             replace(first, tiles=t, grad_shift=first.grad_shift[which])
             for t, which in first.tiles.halves()
         )
-        return (start, *others, end) if len(start.tiles) and len(end.tiles) else self.hops
+        return (start, *others, end) if len(start.tiles) and len(end.tiles) else hops
 
     @cached_property
     def digest(self) -> str:

@@ -14,7 +14,6 @@ from cp_ring.plan.records import PlanTables
 class Report:
     """The work and the traffic of a proven plan. Arrays are int64 [cp, cp], rank by hop.
 
-    slots: the number of receive buffers in use at once.
     work: (query, key) pairs computed.
     keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
     and again in backward.
@@ -24,12 +23,18 @@ class Report:
 
     n: int
     tokens_per_rank: Ints
-    slots: int
     work: Ints
     keys_in: Ints
     keys_out: Ints
     grads_in: Ints
     grads_out: Ints
+
+    @property
+    def slots(self) -> int:
+        """The number of receive buffers in use at once. Two are enough, of which one is read while
+        the next one is filled; ranks that receive once need one.
+        """
+        return min(2, int((self.keys_in > 0).sum(1).max()))
 
     @property
     def work_per_rank(self) -> Ints:
@@ -52,7 +57,7 @@ class Report:
         return ((self.keys_in > 0) | (self.keys_out > 0)).sum(1)
 
 
-def report(plan: PlanTables, slots: int) -> Report:
+def report(plan: PlanTables) -> Report:
     """Sum up the plan's tables by rank and hop; this proves nothing."""
     cp, keys, grads = plan.cp, plan.transfers, plan.gradients
 
@@ -66,4 +71,4 @@ def report(plan: PlanTables, slots: int) -> Report:
             (grads.sender, grads.hop, grads.tokens),
         )
     ]
-    return Report(plan.n, plan.layout.tokens_per_rank, slots, *tables)
+    return Report(plan.n, plan.layout.tokens_per_rank, *tables)

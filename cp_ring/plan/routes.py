@@ -37,7 +37,9 @@ from cp_ring.plan.schedule import (
     ring_distance,
 )
 from cp_ring.plan.shard_tiles import shard_tiles
+from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
+from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.tiles import Tiles
 from cp_ring.plan.time import Conditions, Traffic
 
@@ -153,10 +155,10 @@ def tables_of(
     mask: Mask,
     layout: Layout,
     route: str,
-    schedule: str | Sequence[int] = AUTO,
-    slot_shards: int | None = None,
-    member: int | None = None,
-    heads: int = 1,
+    schedule: str | Sequence[int],
+    slot_shards: int | None,
+    member: int | None,
+    heads: int,
 ) -> PlanTables:
     """Return the tables of the members of the ring, from the pieces of the mask cut at the edges of
     the members' chunks. A member is `heads` ranks. With `member`, the tables hold what this
@@ -170,9 +172,13 @@ def tables_of(
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     if by_time:
+        sizes = AttentionSizes()
+        if unsplit(sizes.heads, sizes.kv_heads, heads):  # about as many that can be exchanged
+            kv_heads = max(heads, sizes.kv_heads // heads * heads)
+            sizes = AttentionSizes(4 * kv_heads, kv_heads)
         # one table of rates, so that memory and messages are the same on every device
-        shards, given = layout.tokens_per_rank, Conditions(rates=RATES).dividing(heads)
-        traffic = Traffic(tiles, tiles.area(), rank, far, shards, heads, given)
+        given = Conditions(sizes, RATES)
+        traffic = Traffic(tiles, tiles.area(), rank, far, layout.tokens_per_rank, heads, given)
         hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))

@@ -39,6 +39,12 @@ class Tile(NamedTuple):
     hi: int = OPEN
 
 
+def _column(index: int) -> Ints:
+    """Return a property of tiles that is one column of them, int64 [count]."""
+    column: Any = property(lambda tiles: tiles.data[index])
+    return column
+
+
 class Tiles:
     """Tiles as one int64 array `data` [6, count]: q0, q1, k0, k1, lo, hi. Iterates over `Tile`s.
 
@@ -64,29 +70,7 @@ class Tiles:
         data[5] -= empty & (data[4] == data[5])  # so that it stays empty
         return cls(data)
 
-    @property
-    def q0(self) -> Ints:
-        return self.data[0]
-
-    @property
-    def q1(self) -> Ints:
-        return self.data[1]
-
-    @property
-    def k0(self) -> Ints:
-        return self.data[2]
-
-    @property
-    def k1(self) -> Ints:
-        return self.data[3]
-
-    @property
-    def lo(self) -> Ints:
-        return self.data[4]
-
-    @property
-    def hi(self) -> Ints:
-        return self.data[5]
+    q0, q1, k0, k1, lo, hi = map(_column, range(6))
 
     def __len__(self) -> int:
         return self.data.shape[1]

@@ -12,7 +12,7 @@ needs to issue it. Everything that chooses or predicts reads this formula (`Traf
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -63,16 +63,6 @@ class Conditions:
         """Return the number of groups in which a rank computes its heads."""
         sizes = self.sizes
         return split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
-
-    def dividing(self, heads: int) -> Conditions:
-        """Return these conditions, with about as many heads that `heads` ranks can exchange."""
-        sizes, each = self.sizes, max(1, self.sizes.kv_heads // heads)
-        if not unsplit(sizes.heads, sizes.kv_heads, heads):
-            return self
-        some = replace(
-            sizes, heads=sizes.heads // sizes.kv_heads * each * heads, kv_heads=each * heads
-        )
-        return replace(self, sizes=some)
 
     def exchange(self, tokens: int, heads: int, attention: float = float("inf")) -> float:
         """Return the seconds of the exchange of heads before and after attention that nothing

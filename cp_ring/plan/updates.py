@@ -73,16 +73,11 @@ class Partial:
 
 
 class Update(NamedTuple):
-    """One pass over a total; see `cp_ring.plan.records.Update`.
-
-    in_result: the table if the result holds the running total too, so that neighbors that differ
-    only in whether they are complete are one segment.
-    """
+    """One pass over a total; see `cp_ring.plan.records.Update`."""
 
     table: Ints
     whole: bool
     kept: slice
-    in_result: Ints
 
 
 def query_updates(
@@ -153,7 +148,7 @@ def _updates(
     kept = _kept([table for table, _ in found])
     whole = [[0, num_tokens, 1, 1, 0, 1]]
     return tuple(
-        Update(table, table.T.tolist() == whole and not group[0].arrived, kept, _complete(table))
+        Update(table, table.T.tolist() == whole and not group[0].arrived, kept)
         for table, group in found
     )
 
@@ -169,12 +164,6 @@ def _joined(table: Ints) -> Ints:
     joined = table[:, first]
     joined[1] = table[1, last]
     return joined
-
-
-def _complete(table: Ints) -> Ints:
-    table = table.copy()
-    table[3] = 1
-    return _joined(table)
 
 
 def _kept(tables: Sequence[Ints]) -> slice:

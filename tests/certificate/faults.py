@@ -309,7 +309,7 @@ def _hop_weighed(weight):
             total.add = lambda *grads: add(*(weight * x for x in grads))
         return total
 
-    return _at("cp_ring.comm.gradients.GradMessages.start", faulty)
+    return _at("cp_ring.comm.gradients.GradStream.start", faulty)
 
 
 def _scaled(factor):

@@ -35,7 +35,7 @@ def seconds(plan, sizes, node=8):
         _of_all({rank: count(of, own, groups) for rank, of in calls.items()}, cp)
         for count in (_slower, _merges)
     )
-    work = report(ring, 0).work[:, :hops]
+    work = report(ring).work[:, :hops]
     there, back = (
         work * flops / RATES.forward * slower[:, which, None]
         for which, flops in enumerate(own.pair_flops)

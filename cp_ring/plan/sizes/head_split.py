@@ -13,8 +13,9 @@ and Zhao, https://arxiv.org/abs/2405.07719.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.ranges import integer
@@ -110,7 +111,7 @@ def check_heads(split: HeadSplit) -> None:
     head of a rank, this head, counted from the start of `keys`, must be the one that the query head
     has in the whole layer.
     """
-    shared, done = split.heads // split.kv_heads, Counter[int]()
+    shared, done = split.heads // split.kv_heads, np.zeros(split.heads, np.int64)
     for group, spans in enumerate(zip(split.queries, split.keys, strict=True)):
         for place, ((start, end), (first, last)) in enumerate(zip(*spans, strict=True)):
             where = f"rank {place} of a member, group {group}"
@@ -119,7 +120,7 @@ def check_heads(split: HeadSplit) -> None:
                     f"{where}: {last - first} key/value heads do not divide {end - start} query "
                     "heads"
                 )
-            done.update(range(start, end))
+            done[start:end] += 1
             for head in range(start, end):
                 used = first + (head - start) // ((end - start) // (last - first))
                 if used != head // shared:
@@ -127,6 +128,5 @@ def check_heads(split: HeadSplit) -> None:
                         f"{where}: query head {head} uses key/value head {used}, not "
                         f"{head // shared}"
                     )
-    for head in range(split.heads):
-        if done[head] != 1:
-            raise PlanError(f"query head {head} is computed {done[head]} times")
+    for head in np.flatnonzero(done != 1).tolist():
+        raise PlanError(f"query head {head} is computed {done[head]} times")
