@@ -284,11 +284,14 @@ def _training_replacements() -> Iterator[Replacement]:
     yield initialize, "set_jit_fusion_options", _nothing  # it warms up CUDA kernels
 
 
-@contextlib.contextmanager
-def _on_the_cpu() -> Iterator[None]:
-    # Megatron compiles small fusions; on the CPU that needs a C++ compiler
-    with torch.compiler.set_stance("force_eager"), CudaMeansCpu():
-        yield
+class OnTheCpu(contextlib.ExitStack):
+    """Is not left when Python ends, as the context of a generator would be: torch is gone then."""
+
+    def __enter__(self) -> OnTheCpu:
+        # Megatron compiles small fusions; on the CPU that needs a C++ compiler
+        self.enter_context(torch.compiler.set_stance("force_eager"))
+        self.enter_context(CudaMeansCpu())
+        return self
 
 
 def _unneeded() -> str:
@@ -303,7 +306,7 @@ PATCH = Patch(
     order=0,  # before anything imports Megatron
     replacements=lambda: [*_torch_replacements(), *_megatron_replacements()],
     unneeded=_unneeded,
-    within=_on_the_cpu,
+    within=OnTheCpu,
 )
 _WORKER = Patch(
     what="applies the part of cpu_runtime that a spawned process needs",

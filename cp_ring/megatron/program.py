@@ -21,6 +21,8 @@ from cp_ring.megatron.options import Options
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.runtime import RUNTIME
 
+DRAWN = "drawn"
+
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
@@ -35,6 +37,7 @@ class Program:
         certified: the kinds of attention that were probed; see `_kind_of`.
         probing: True while the probes build models of their own.
         build: makes a model of a `TransformerConfig`; set by `certify`.
+        microbatch: the first one of training, that `certify` was given, or `drawn`.
     """
 
     seq_length: int = 0
@@ -43,6 +46,7 @@ class Program:
     certified: set[tuple[str, ...]] = field(default_factory=set)
     probing: bool = False
     build: Callable[[Any], Any] | None = None
+    microbatch: Any = DRAWN
 
 
 _began: Any = RUNTIME.cell(None)
@@ -73,6 +77,8 @@ def arguments_of(config: Any) -> argparse.Namespace:
         "group_query_attention": True,
         "position_embedding_type": "rope",
         "reset_attention_mask": False,
+        "skip_train": program.microbatch == DRAWN,
+        "train_iters": 1,
         "world_size": torch.distributed.get_world_size()
         if torch.distributed.is_initialized()
         else 1,
@@ -174,7 +180,11 @@ def certify_model(args: argparse.Namespace, name: str, own_group: bool) -> None:
 
 
 def certify(
-    config: Any, build: Callable[[Any], Any], forward_step: ForwardStep, **program: Any
+    config: Any,
+    build: Callable[[Any], Any],
+    forward_step: ForwardStep,
+    microbatch: Any = DRAWN,
+    **program: Any,
 ) -> Any:
     """Probe attention, and the loss and gradients of a tiny model that the program itself builds.
     All ranks call it together.
@@ -197,6 +207,8 @@ def certify(
             `packed=True` an item is one batch row of packed documents, with offsets
             `cu_seqlens`, int32 [1, documents + 1], and `max_seqlen`, int32 [1], as in the data
             sets of Megatron's scripts; each document has a multiple of 2 * cp tokens.
+        microbatch: the item that this rank trains on first, None where a rank loads no data. It is
+            examined and not changed. Without it the probes draw one.
         program: without `enable`, its `seq_length`, `micro_batch_size` and `packed`.
 
     Returns:
@@ -207,7 +219,7 @@ def certify(
     """
     if _began.value is None:
         with (
-            replaced((_began, "value", Program(**program, build=build))),
+            replaced((_began, "value", Program(**program, build=build, microbatch=microbatch))),
             settings.in_force(Options.make()),
         ):
             return _examine(arguments_of(config), forward_step)
@@ -215,7 +227,7 @@ def certify(
         raise ConfigError("cp_ring.megatron.certify: give sizes to enable, which was called")
     if settings.current().certify == "off":
         return None
-    _began.value.build = build
+    _began.value.build, _began.value.microbatch = build, microbatch
     return _examine(accept_model(config), forward_step)
 
 
@@ -228,6 +240,10 @@ def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
     # A program may build its model on the meta device, or without gradients.
     with replaced((program, "probing", True)), torch.device(own_device()), torch.enable_grad():
         certificate = probes.run_probes(args, step=step)
+        if not args.skip_train:
+            first = probes.run_probes(args, step=step, items=[program.microbatch])
+            certificate.probes += first.probes
+            certificate.not_covered += first.not_covered
     if problem := probes.verdict(certificate):
         raise ConfigError(problem)
     return certificate

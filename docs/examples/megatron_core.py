@@ -75,8 +75,9 @@ def main(cp=2):
         num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0, hidden_dropout=0.0,
         context_parallel_size=cp, calculate_per_token_loss=True, use_cpu_initialization=True, masked_softmax_fusion=False,
     )  # fmt: skip
-    # raises where attention, the split or the loss is wrong
-    cp_ring.megatron.certify(config, build, forward_step)
+    data = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    # raises where attention, the split, the loss or the first microbatch is wrong
+    cp_ring.megatron.certify(config, build, forward_step, batches(0, *data)[0])
     torch.manual_seed(1)
     model = DistributedDataParallel(
         config, DistributedDataParallelConfig(use_distributed_optimizer=True), build(config)
@@ -89,11 +90,7 @@ def main(cp=2):
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        mine = batches(
-            step,
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        mine = batches(step, *data)
         sizes = {
             "num_microbatches": len(mine),
             "seq_length": N,

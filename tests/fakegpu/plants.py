@@ -19,7 +19,7 @@ def _lost_wait(kind):
     wait = transport._Works.wait
 
     def lost(self):
-        if self._batch.kind != kind:
+        if self.batch.kind != kind:
             wait(self)
 
     return lambda: mock.patch.object(transport._Works, "wait", lost)

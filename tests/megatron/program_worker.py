@@ -36,6 +36,12 @@ def main(folder):
     found["wrong split"] = rejection(
         lambda: cp_ring.megatron.certify(config, example.build, wrong_split(example))
     )
+    batch = example.batches(0, 0, 1)[0]
+    found["wrong labels"] = rejection(
+        lambda: cp_ring.megatron.certify(
+            config, example.build, example.forward_step, batch | {"labels": batch["tokens"]}
+        )
+    )
     found |= packed_documents(example)
     model = example.build(config)
     found["whole rows"] = rejection(lambda: whole_rows(model))

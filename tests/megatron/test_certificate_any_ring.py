@@ -21,6 +21,7 @@ OTHERS = {
     "label that counts",
     "documents",
     "next token as label",
+    "the program's own microbatches (certify takes one as microbatch=)",
 }
 STOPPED = {
     "labels shifted after the split": "causal: label wrong in",

@@ -81,12 +81,16 @@ def probe_losses(
         shared = shared_items(items or [])
         gaps = uncovered_layers(args, config) if items is None else []
         results.not_covered += [f"{what}, in the loss" for what in gaps]
-        # Megatron's training loop will read a microbatch, which is probed then
-        untrained = program or settings.current().certify == "only" or args.skip_train
+        # Megatron's training loop will read a microbatch, or a program has one, which is probed then
+        untrained = settings.current().certify == "only" or args.skip_train
         awaited = not untrained and items is None and (args.train_iters or args.train_samples)
         drawn = not (shared or awaited)
-        if drawn and not program:
-            results.not_covered.append("the job's own microbatches")
+        if drawn:
+            results.not_covered.append(
+                "the program's own microbatches (certify takes one as microbatch=)"
+                if program
+                else "the job's own microbatches"
+            )
         masks = masks_of(args, *shared[:1])
         if program and "causal" in masks:  # its step takes whole or packed batch rows
             masks = ("packed" if args.sft else "causal",)
