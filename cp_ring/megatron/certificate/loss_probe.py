@@ -81,7 +81,7 @@ def probe_losses(
         shared = shared_items(items or [])
         gaps = uncovered_layers(args, config) if items is None else []
         results.not_covered += [f"{what}, in the loss" for what in gaps]
-        # Megatron's training loop will read a microbatch, or a program has one, which is probed then
+        # a microbatch that Megatron will read, or that a program has, is probed then
         untrained = settings.current().certify == "only" or args.skip_train
         awaited = not untrained and items is None and (args.train_iters or args.train_samples)
         drawn = not (shared or awaited)
