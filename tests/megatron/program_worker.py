@@ -71,6 +71,7 @@ def packed_documents(example):
     for name, step in {
         "wrong packed": wrong_split(example),
         "documents dropped": without_documents(example),
+        "no gradients": without_gradients(example),
     }.items():
         found[name] = rejection(
             lambda step=step: cp_ring.megatron.certify(configuration(2), example.build, step)
@@ -99,6 +100,16 @@ def without_documents(example):
         if model.config.context_parallel_size > 1:
             del batch["cu_seqlens"], batch["max_seqlen"]
         return example.forward_step(iter([batch]), model)
+
+    return step
+
+
+def without_gradients(example):
+    """The forward step of the example, through whose losses no gradient goes back, at any size."""
+
+    def step(iterator, model):
+        output, loss = example.forward_step(iterator, model)
+        return output.detach() + 0 * output, loss
 
     return step
 

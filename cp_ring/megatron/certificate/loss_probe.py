@@ -303,12 +303,14 @@ def _probe_loss(runs: _TinyRuns, results: Certificate, seed: int) -> None:
         results.not_covered.append(gap)
         return
     both = f"{ours.loss:.6g}, at cp 1 {truth.loss:.6g}"
-    results.probes.append(Probe("loss", *about, abs(ours.loss / truth.loss - 1), bound, both))
+    error = abs(ours.loss - truth.loss) / (abs(truth.loss) or math.nan)  # NaN fails
+    results.probes.append(Probe("loss", *about, error, bound, both))
     bound = of_gradients + 10 * wider
     norms = {name: float(gradient.norm()) for name, gradient in truth.gradients.items()}
     least = 1e-2 * math.hypot(*norms.values())  # errors are relative to a norm of this size or more
     for name, gradient in truth.gradients.items():
-        error = float((ours.gradients[name] - gradient).norm()) / max(least, norms[name])
+        size = max(least, norms[name]) or math.nan
+        error = float((ours.gradients[name] - gradient).norm()) / size
         place = f"worst in {name}; labels that the loss mask hides are others"
         results.probes.append(Probe("gradients", *about, error, bound, place))
 
