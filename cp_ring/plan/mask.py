@@ -18,7 +18,6 @@ from cp_ring.plan.mask_table import (
     ONE_RUN,
     MaskTable,
     band_of,
-    in_order,
     segments_of,
 )
 from cp_ring.plan.ranges import (
@@ -31,7 +30,6 @@ from cp_ring.plan.ranges import (
     integers,
     ordered_spans,
     range_pairs,
-    sort_index,
     stream_length,
 )
 from cp_ring.plan.tiles import OPEN, Tiles
@@ -223,7 +221,7 @@ class Mask(MaskTable):
         early = Tiles.columns(start, turn, start, stop, lo=lo)
         late = Tiles.columns(turn, end, start, end, lo, hi)
         pieces = Tiles.concatenate(early, late).trimmed()
-        return cls(n, pieces[sort_index(pieces.q0)], "prefix", segments_of(start, end, n))
+        return cls(n, pieces, "prefix", segments_of(start, end, n))
 
     @classmethod
     def tree(
@@ -272,7 +270,7 @@ class Mask(MaskTable):
         shared = Tiles.columns(q0, q1, start[ancestor], end[ancestor])
         tiles = Tiles.concatenate(Tiles.columns(start, end, start, end, hi=0), shared)
         segments = segments_of(start, end, n, np.array(depth))
-        return cls(n, in_order(tiles.trimmed()), "tree", segments)
+        return cls(n, tiles.trimmed(), "tree", segments)
 
     @classmethod
     def shared_prefix(
@@ -365,7 +363,7 @@ class Mask(MaskTable):
             Tiles.columns(*columns, hi=left - 1),
             Tiles.columns(*columns, right + 1, latest),
         )
-        return cls(n, in_order(pieces.trimmed()), "global")
+        return cls(n, pieces.trimmed(), "global")
 
     @classmethod
     def block_causal(
@@ -410,7 +408,7 @@ class Mask(MaskTable):
         start, end = clean.q0, clean.q1
         before = Tiles.columns(half + start, half + end, 0, start)
         itself = Tiles.columns(start, end, start, end).shifted(half, half)
-        pieces = in_order(Tiles.concatenate(clean, before, itself).trimmed())
+        pieces = Tiles.concatenate(clean, before, itself).trimmed()
         return cls(n, pieces, "block_diffusion", np.array([[0, half], [0, 0]]))
 
 

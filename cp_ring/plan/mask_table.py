@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.errors import ConfigError, PlanError, expect
-from cp_ring.plan.proof import overlapping, sums_of
+from cp_ring.plan.proof import overlapping
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
     Ints,
@@ -25,7 +25,6 @@ from cp_ring.plan.ranges import (
     integer,
     integers,
     runs,
-    sort_index,
     stream_length,
     window_of,
 )
@@ -36,8 +35,10 @@ from cp_ring.plan.tiles import (
     paint,
     split_at_edges,
 )
-from cp_ring.runtime import RUNTIME
 
+PRIME = (1 << 31) - 1
+"""The field in which the pairs of masks are added up: products fit into int64."""
+BASES = np.array([[1_342_577_881, 709_615_403], [1_893_204_769, 265_871_327]])  # any numbers
 ONE_RUN = np.zeros((2, 1), np.int64)
 """The segments of a stream whose positions are places."""
 
@@ -175,11 +176,8 @@ class MaskTable:
         start, position = self.segments
         breaks = np.append(True, np.diff(position - start) != 0)
         runs = np.stack([start, position])[:, breaks]
-        # The sum of the numbers of all pairs, modulo 2^64: that of the query times that of the key.
-        # It does not depend on how the pairs are cut into pieces.
-        queries, keys = _numbers_of(self.n)
-        pairs = int((queries * sums_of(self.pieces.trimmed().data, 0, 0, keys, self.n)).sum())
-        return digest(f"{self.n} {pairs} ".encode(), runs.tobytes())
+        sums = _pairs_sums(self.pieces.trimmed())
+        return digest(f"{self.n} ".encode(), sums.tobytes(), runs.tobytes())
 
     @property
     def positions(self) -> Ints:
@@ -246,13 +244,33 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
     return np.stack([start, values[start]])
 
 
-@RUNTIME.cache(maxsize=4)
-def _numbers_of(n: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return a random number for each query, and the running sums of those of keys. They are the
-    same on all ranks.
+def _pairs_sums(pieces: Tiles) -> Ints:
+    """Return for each (u, v) of `BASES` the sum of u^q (v^(k + 1) - v^k) over the pairs (q, k) of
+    fitted pieces, times (u v - 1) (u - 1), modulo `PRIME`. It does not depend on how the pairs are
+    cut into pieces.
+
+    Of each query the keys from b up to e add u^q (v^e - v^b). Along a side of a piece these are
+    geometric sums, of which only the ends count: sides of constant b or e, and those of a band.
     """
-    queries, keys = (np.random.PCG64(seed).random_raw(n) for seed in (1, 2))
-    return queries, np.cumsum(np.append(np.uint64(0), keys), dtype=np.uint64)
+    q0, q1, k0, k1, lo, hi = pieces.data
+    low, high = np.clip([k0 - lo, k1 - 1 - hi], q0, q1)  # the queries at which bands meet k0 and k1
+    upper, lower = np.minimum([q0 + hi, high + hi], k1 - 1) + 1, np.maximum([low + lo, q1 + lo], k0)
+    queries = q1, q0, high, low, high, low, q0, q1
+    keys = k1, k0, upper[1], lower[0], k1, k0, upper[0], lower[1]
+    exponent, step = np.array([queries, keys]), BASES[..., None]
+    powers = np.ones((len(BASES), *exponent.shape), np.int64)
+    while exponent.any():
+        table = np.ones_like(step)
+        for _ in range(8):
+            table = np.concatenate([table, table * step % PRIME], axis=2)
+            step = step * step % PRIME
+        powers = powers * table[:, [[[0]], [[1]]], exponent & 255] % PRIME
+        exponent >>= 8
+    ends = (powers.prod(1) % PRIME).sum(2).reshape(-1, 4, 2).sum(2)
+    flat, band = ((ends[:, :2] - ends[:, 2:]) % PRIME).T
+    u, v = BASES.T
+    sums: Ints = ((u * v - 1) % PRIME * flat + (u - 1) * band) % PRIME
+    return sums
 
 
 def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints:
@@ -264,10 +282,6 @@ def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) ->
     total = int(end[-1]) if len(end) else 0
     padding = np.array([[total], [0]])[:, : int(total < n)]
     return np.concatenate([np.stack([start, position]), padding], axis=1)
-
-
-def in_order(pieces: Tiles) -> Tiles:
-    return pieces[sort_index(pieces.q0, pieces.k0)]
 
 
 def band_of(window: tuple[int, int]) -> tuple[int, int]:

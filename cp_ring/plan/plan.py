@@ -68,13 +68,19 @@ class PlanSpec:
 
         Raises `PlanError` as `build` does.
         """
+        return self._settled(mask, cp)[0]
+
+    def _settled(self, mask: Mask, cp: int) -> tuple[PlanSpec, Plan | None]:
+        """Return the `settled` spec, and its plan if that was made to choose it."""
         spec = replace(self, layout=self.layout_of(mask, cp), choice=None)
         if self.choice is None:
-            return spec
+            return spec, None
         ways = [replace(spec, ulysses=heads) for heads in self.choice.heads_to_try(cp)]
         if len(ways) == 1:
-            return ways[0]
-        return ways[least([way.build(mask, cp).time(self.choice).both for way in ways])]
+            return ways[0], None
+        plans = [way.build(mask, cp) for way in ways]
+        best = least([plan.time(self.choice).both for plan in plans])
+        return ways[best], plans[best]
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what
@@ -84,7 +90,8 @@ class PlanSpec:
         """
         expect("mask", mask, Mask)
         if self.choice is not None:
-            return self.settled(mask, cp).build(mask, cp, rank)
+            spec, made = self._settled(mask, cp)
+            return made if made and rank is None else spec.build(mask, cp, rank)
         layout = self.layout_of(mask, cp)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")

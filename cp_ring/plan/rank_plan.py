@@ -58,28 +58,28 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
-    messages = (
+    receives, sends, grad_sends, grad_receives = messages = (
         _messages(arriving, "sender", "receiver", cp, keys),
         _messages(leaving, "receiver", "receiver", cp, keys),
         _messages(grads_leaving, "receiver", "sender", cp, grads),
         _messages(grads_arriving, "sender", "sender", cp, grads),
     )
-    hops = []
-    for index in sorted(set(tile_hop.tolist()).union(*messages)):
-        own = slice(*np.searchsorted(tile_hop, [index, index + 1]))
-        receives, sends, grad_sends, grad_receives = (each.get(index, ()) for each in messages)
-        hop = Hop(
+    indices = sorted(set(tile_hop.tolist()).union(*messages))
+    ends = np.searchsorted(tile_hop, [indices, np.add(indices, 1)])
+    hops = [
+        Hop(
             index,
-            tiles[own],
+            tiles[start:end],
             num_keys[index],
-            receives,
-            sends,
+            receives[index],
+            sends[index],
             num_grads[index],
-            grad_shift[own],
-            grad_sends,
-            grad_receives,
+            grad_shift[start:end],
+            grad_sends[index],
+            grad_receives[index],
         )
-        hops.append(hop)
+        for index, start, end in zip(indices, *ends.tolist(), strict=True)
+    ]
     return RankPlan(
         rank,
         cp,
@@ -103,10 +103,11 @@ def _own_tiles(plan: PlanTables, rank: int, keys: Slide, grads: Slide) -> tuple[
     tiles, hop, source = plan.tiles[mine], plan.tile_hop[mine], plan.tile_source[mine]
     slide = keys(source, tiles.k0)
     shift = grads(source, tiles.k0) - slide
-    places, group = np.unique(np.stack([hop, shift]), axis=1, return_inverse=True)
-    tiles, group = coalesce(tiles.shifted(0, slide), group.reshape(-1))
-    hop, shift = places[:, group]
-    return tiles, hop, shift
+    least, most = int(shift.min(initial=0)), int(shift.max(initial=0)) + 1
+    group = hop * (most - least) + shift - least
+    tiles, group = coalesce(tiles.shifted(0, slide), group)
+    hop, shift = np.divmod(group, most - least)
+    return tiles, hop, shift + least
 
 
 def _messages(

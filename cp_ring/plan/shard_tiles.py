@@ -36,15 +36,17 @@ def shard_tiles(
     # A piece in many chunks gives a part for each rank, if all its queries see the same keys.
     many = np.bincount(piece)[piece] > 4 * cp
     alike = many & (parts.lo == -OPEN) & (parts.hi == OPEN)
-    place = np.where(alike, piece, len(pieces) + np.arange(len(parts)))
-    count = len(pieces) + len(parts) + 1
-    parts, group = coalesce(parts, owner[chunk] * count + place)
-    rank, chunks = group // count, np.arange(len(owner))
+    rank, chunks = owner[chunk], np.arange(len(owner))
+    if alike.any():
+        place = np.where(alike, piece, len(pieces) + np.arange(len(parts)))
+        count = len(pieces) + len(parts)
+        parts, group = coalesce(parts, rank * count + place)
+        rank = group // count
     work = [(np.arange(len(parts)), chunks)]
     if member is not None:
         mine = rank == member
         work = [(np.flatnonzero(mine), chunks), (np.flatnonzero(~mine), chunks[owner == member])]
-    tables, groups = [pieces[:0]], [group[:0]]
+    tables, groups = [pieces[:0]], [rank[:0]]
     for index, chunks in work:
         k0, k1 = parts.data[2:4, index]
         of, place = overlaps(k0, k1, edges[chunks], edges[chunks + 1])

@@ -283,16 +283,12 @@ def _unions(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Ints, Tiles
     a, b = tiles.data[:, :-1], tiles.data[:, 1:]
     near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1])
     first = np.flatnonzero(near & (group[:-1] == group[1:]))
-    pair = tiles[first], tiles[first + 1]
-    low, high = (way(*(part.data for part in pair)) for way in (np.minimum, np.maximum))
-    hulls = Tiles(np.where(np.array([[0, 1, 0, 1, 1, 0]]).T, high, low))
-    whole = np.flatnonzero(np.all([_is_part(hulls, part, along_queries) for part in pair], axis=0))
-    return first[whole], hulls[whole]
-
-
-def _is_part(whole: Tiles, part: Tiles, along_queries: bool) -> NDArray[np.bool_]:
-    """Return bool [tiles]: True if a tile equals the whole one cut to its queries, or to its
-    keys.
-    """
-    cut = whole.within(part.q0, part.q1) if along_queries else whole.within(k0=part.k0, k1=part.k1)
-    return (cut.data == part.data).all(0)
+    if not len(first):
+        return first, tiles[:0]
+    parts = np.stack([tiles.data.take(index, 1) for index in (first, first + 1)])
+    hull = np.where(np.array([[0, 1, 0, 1, 1, 0]]).T, parts.max(0), parts.min(0))
+    # a part equals the hull that is cut to its queries, or to its keys
+    cut, side = np.stack([hull, hull], 1), slice(0, 2) if along_queries else slice(2, 4)
+    cut[side] = parts.swapaxes(0, 1)[side]
+    whole = np.flatnonzero((_fit(cut).swapaxes(0, 1) == parts).all((0, 1)))
+    return first[whole], Tiles(hull.take(whole, 1))

@@ -318,10 +318,12 @@ class Traffic:
         for ratio in AHEAD:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < cp:
-                moving = (self._moving[..., begin + 1 :] - self._moving[..., begin, None]).max(0)
                 many = (brought[:, begin + 1 :] - brought[:, begin, None] > most).any(0)
-                late = (moving > ratio * behind[:, None]).any(0) if ratio < np.inf else False
-                end = begin + max(1, int(np.append(many | late, True).argmax()))
+                end = begin + max(1, int(np.append(many, True).argmax()))
+                if ratio < np.inf:
+                    moved = self._moving[..., begin + 1 : end + 1] - self._moving[..., begin, None]
+                    late = (moved.max(0) > ratio * behind[:, None]).any(0)
+                    end = begin + max(1, int(np.append(late, True).argmax()))
                 hops += [hops[-1] + 1] * (end - begin)
                 behind, begin = worked[:, end] - worked[:, begin], end
             yield tuple(hops)

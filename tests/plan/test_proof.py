@@ -164,8 +164,16 @@ def one_key_more(shifted):
     return spoiled
 
 
-def joins_all_neighbors(is_part):
-    return lambda whole, part, along: np.ones(len(part), bool)
+def joins_all_neighbors(unions):
+    def spoiled(table, group, along_queries):
+        a, b = table.data[:, :-1], table.data[:, 1:]
+        near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[:2] == b[:2]).all(0)
+        first = np.flatnonzero(near & (group[:-1] == group[1:]))
+        larger = np.array([[False, True, False, True, True, False]]).T
+        hulls = np.where(larger, np.maximum(a, b), np.minimum(a, b))
+        return first, tiles.Tiles(hulls[:, first])
+
+    return spoiled
 
 
 def late_chunk(starts):
@@ -313,7 +321,7 @@ FAULTS = {
     "sort_index: nothing is sorted": (ranges, "sort_index", unsorted),
     "within: left sides get lost": (tiles.Tiles, "within", no_band_left),
     "shifted: one key more": (tiles.Tiles, "shifted", one_key_more),
-    "coalesce: any neighbors": (tiles, "_is_part", joins_all_neighbors),
+    "coalesce: any neighbors": (tiles, "_unions", joins_all_neighbors),
     "layout: the last chunk begins a token late": (Layout, "starts", late_chunk),
     "direct: two senders change places": (routes.ROUTES, "direct", swapped_senders),
     "direct: gradients of the first hop stay": (routes.ROUTES, "direct", gradients_of_first_hop),
