@@ -264,7 +264,8 @@ def _pairs_sums(pieces: Tiles) -> Ints:
         for _ in range(8):
             table = np.concatenate([table, table * step % PRIME], axis=2)
             step = step * step % PRIME
-        powers = powers * table[:, [[[0]], [[1]]], exponent & 255] % PRIME
+        powers *= table[:, [[[0]], [[1]]], exponent & 255]
+        powers %= PRIME
         exponent >>= 8
     ends = (powers.prod(1) % PRIME).sum(2).reshape(-1, 4, 2).sum(2)
     flat, band = ((ends[:, :2] - ends[:, 2:]) % PRIME).T
