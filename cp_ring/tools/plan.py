@@ -200,7 +200,7 @@ def _of_job(job: str, overrides: list[str] | None) -> Asked:
         windows = [int(number) for number in windows.strip("()[] ").split(",")]
     if isinstance(kind, list):
         kind = kind[0]
-    spec = spec_of_layer(kind, settings, asked.cp, asked.hierarchical_context_parallel_sizes)
+    spec = spec_of_layer(kind, settings, megatron, asked.tp, asked.cp)
     wire = "plain" if settings.wire == "auto" else settings.wire
     sizes = attention_sizes(megatron, asked.tp, wire)
     near = node_size(range(0, asked.tp * asked.cp, asked.tp), 8)

@@ -25,23 +25,19 @@ def attention_sizes(source: Any, tp: int = 1, wire: str = "plain") -> AttentionS
     latent = None
     # the ring moves the keys and values of every head unless latents travel
     if settings.get("multi_latent_attention"):
-        sizes = {
-            "kv_lora_rank": 512,
-            "qk_pos_emb_head_dim": 64,
-            "qk_head_dim": 128,
-            "v_head_dim": 128,
-        }
-        latent = LatentSizes(*(size(name, default) for name, default in sizes.items()))
+        latent = LatentSizes(
+            size("kv_lora_rank", 512),
+            size("qk_pos_emb_head_dim", 64),
+            size("qk_head_dim", 128),
+            size("v_head_dim", 128),
+        )
         groups = heads
         width = latent.nope + latent.rope
         value_width = latent.value
     dtype = "bf16" if settings.get("bf16") else "fp16" if settings.get("fp16") else "fp32"
-    heads, groups, width, value_width = (
-        max(1, each) for each in (heads // tp, groups // tp, width, value_width)
-    )
     return AttentionSizes(
-        heads,
-        groups,
+        max(1, heads // tp),
+        max(1, groups // tp),
         width,
         value_width,
         dtype,

@@ -13,7 +13,6 @@ Nothing heavy is imported here: the flags are checked before torch and Megatron 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,16 +26,16 @@ _TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def spec_of_layer(
-    kind: str | None,
-    settings: CallSettings,
-    cp: int,
-    sizes: Sequence[int] | None = None,
+    kind: str | None, settings: CallSettings, model: Any, tp: int, cp: int
 ) -> PlanSpec:
     """Return the plan specification of a layer with `cp_comm_type` `kind` over `cp` ranks.
 
-    `sizes` are the hierarchical context-parallel sizes. Here `auto` heads mean the ring: see
-    `cp_ring.megatron.adapter.heads_choice`. Raises `ConfigError` with a line that names the flag.
+    `model` is Megatron's arguments or the configuration of a layer. Here `auto` heads mean the
+    ring: see `cp_ring.megatron.adapter.heads_choice`. Raises `ConfigError` with a line that names
+    the flag, also if the ranks cannot exchange the heads of one of `tp` tensor-parallel ranks, or
+    if the schedule has no hop for each member or too many sources at a hop.
     """
+    asked = Asked(model)
     heads = 1 if settings.heads == "auto" else int(settings.heads)
     schedule = settings.schedule
     kind = known(kind or "p2p")
@@ -64,16 +63,20 @@ def spec_of_layer(
                 "out one of the two"
             )
         return replace(spec, schedule="gather")
+    sizes = asked.hierarchical_context_parallel_sizes
     members = {"p2p": heads, "a2a": cp}.get(kind) or _first_of(sizes, cp)
-    return replace(
-        spec,
-        schedule=schedule if members < cp else "auto",
-        ulysses=members,
-        slot_shards=settings.slot_shards,
-    )
+    _check_heads(kind, members, asked, tp)
+    if members == cp:
+        return replace(spec, ulysses=members, slot_shards=settings.slot_shards)
+    try:
+        resolve(schedule, cp // members, settings.slot_shards)
+    except PlanError as error:
+        line = str(error).replace("schedule ", "--cp-ring-schedule ", 1)
+        raise ConfigError(line.replace("slot_shards", "--cp-ring-slot-shards")) from None
+    return replace(spec, schedule=schedule, ulysses=members, slot_shards=settings.slot_shards)
 
 
-def _first_of(sizes: Sequence[int] | None, cp: int) -> int:
+def _first_of(sizes: list[int] | None, cp: int) -> int:
     """Return the number of ranks that exchange heads with a2a+p2p."""
     if not sizes:
         raise ConfigError(
@@ -93,40 +96,26 @@ def known(kind: str) -> str:
     return "all_gather" if kind == "allgather" else kind  # Megatron's help has this spelling too
 
 
-def check_members(
-    kind: str | None, spec: PlanSpec, settings: CallSettings, cp: int, model: Any, tp: int
-) -> None:
-    """Raise `ConfigError` unless the ranks can exchange the heads of a tensor-parallel rank, and
-    the schedule has a hop for each member and at most `slot_shards` sources at each hop.
-
-    `model` is Megatron's arguments or the configuration of a layer.
-    """
-    sizes = Asked(model)
-    heads = sizes.num_attention_heads
-    key_heads = sizes.num_query_groups
-    if sizes.multi_latent_attention or not key_heads or sizes.group_query_attention is False:
+def _check_heads(kind: str, members: int, model: Asked, tp: int) -> None:
+    """Raise `ConfigError` unless the members can exchange the heads of a tensor-parallel rank."""
+    heads = model.num_attention_heads
+    key_heads = model.num_query_groups
+    if model.multi_latent_attention or not key_heads or model.group_query_attention is False:
         key_heads = heads
-    if kind in (None, "p2p"):
-        named = f"--cp-ring-heads {spec.ulysses}"
+    if kind == "p2p":
+        named = f"--cp-ring-heads {members}"
         other = "--cp-ring-heads 1"
     else:
-        named = f"--cp-comm-type {kind} among {spec.ulysses} ranks"
+        named = f"--cp-comm-type {kind} among {members} ranks"
         other = "--cp-comm-type p2p"
-    if heads and heads // tp % spec.ulysses:
+    if heads and heads // tp % members:
         raise ConfigError(
             f"{named} does not divide the {heads // tp} query heads of a tensor-parallel rank: "
             f"give {other}"
         )
-    held = max(key_heads // tp, 1) if key_heads else spec.ulysses
-    if held % spec.ulysses and spec.ulysses % held:
+    held = max(key_heads // tp, 1) if key_heads else members
+    if held % members and members % held:
         raise ConfigError(
             f"{named} is neither a divisor nor a multiple of the {held} key/value heads of a "
             f"tensor-parallel rank: give {other}"
         )
-    if spec.schedule != settings.schedule:
-        return
-    try:
-        resolve(settings.schedule, cp // spec.ulysses, settings.slot_shards)
-    except PlanError as error:
-        line = str(error).replace("schedule ", "--cp-ring-schedule ", 1)
-        raise ConfigError(line.replace("slot_shards", "--cp-ring-slot-shards")) from None

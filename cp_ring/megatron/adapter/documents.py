@@ -86,7 +86,7 @@ class Documents(MicrobatchMask):
                 f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of "
                 f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
-        return _of_offsets(real.tobytes(), padded.tobytes(), cp, ring.whole_rows, ring.split)
+        return of_offsets(real.tobytes(), padded.tobytes(), cp, ring.whole_rows, ring.split)
 
 
 @dataclass
@@ -101,8 +101,7 @@ class DocumentParams(PackedSeqParams):
     def carry(cls, documents: MicrobatchMask) -> DocumentParams:
         # of a layout that is the same in every microbatch, Megatron takes a part of a batch row's
         # embeddings
-        by_microbatch = in_force().by_microbatch
-        n = documents.longest if by_microbatch else documents.layout.n // documents.batch
+        n = documents.longest if in_force().by_microbatch else documents.row
         return cls(qkv_format="sbhd", max_seqlen_q=n, max_seqlen_kv=n, documents=documents)
 
 
@@ -255,7 +254,7 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
 
 
 @cached(maxsize=64)
-def _of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Split) -> Documents:
+def of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Split) -> Documents:
     """Return the documents of checked int64 offsets. The cache holds far more entries than there
     are microbatches in flight.
     """

@@ -10,6 +10,7 @@ Shapes: s tokens of this rank, b microbatch, c `kv_lora_rank`, g heads of this r
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked, recomputes_attention
-from cp_ring.megatron.wrapping import Function, around
 from cp_ring.options import CallSettings
 from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
@@ -67,7 +67,7 @@ class LatentTap:
             self._of_all_tokens(latent, module.config), by_head[:, :key_dim], by_head[:, key_dim:]
         )
 
-    def _of_all_tokens(self, latent: Tensor, config: Any) -> Tensor:
+    def _of_all_tokens(self, latent: Tensor, config: Any) -> Any:
         """Gather the latents of all tensor-parallel ranks. The backward pass sums the gradients of
         these ranks once.
         """
@@ -76,12 +76,8 @@ class LatentTap:
         if self._tp_group.size() == 1:
             return latent
         if config.sequence_parallel:
-            gathered: Tensor = mappings.gather_from_sequence_parallel_region(
-                latent, group=self._tp_group
-            )
-            return gathered
-        shared: Tensor = mappings.copy_to_tensor_model_parallel_region(latent, group=self._tp_group)
-        return shared
+            return mappings.gather_from_sequence_parallel_region(latent, group=self._tp_group)
+        return mappings.copy_to_tensor_model_parallel_region(latent, group=self._tp_group)
 
 
 def latent_problem(model: Any, ulysses: int, settings: CallSettings) -> str | None:
@@ -141,15 +137,14 @@ def linked(attention_class: Any) -> Any:
     """Return a subclass of an attention layer's class whose core attention has access to the
     latents of the layer (see `link`). The same class always gives the same subclass.
     """
-    own = {name: getattr(attention_class, name) for name in ("__module__", "__doc__")}
-    own["forward"] = _linking(attention_class.forward)
-    return type(attention_class.__name__, (attention_class,), own)
 
+    class Linked(attention_class):
+        @functools.wraps(attention_class.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            link(self)
+            return super().forward(*args, **kwargs)
 
-@around
-def _linking(forward: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    link(self)
-    return forward(self, *args, **kwargs)
+    return functools.update_wrapper(Linked, attention_class, updated=())
 
 
 def _check(module: Any) -> None:

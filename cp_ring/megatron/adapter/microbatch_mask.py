@@ -46,6 +46,11 @@ class MicrobatchMask:
     batch: int = 1
     made: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def row(self) -> int:
+        """The tokens of a batch row."""
+        return self.layout.n // self.batch
+
     def mask(self, window: tuple[int, int] = (-1, -1), causal: bool = True) -> Mask:
         """Return the mask of a layer with this window. A layer that is not `causal` also sees later
         tokens, if the mask allows it.
@@ -68,7 +73,7 @@ class MicrobatchMask:
         """
         first, position = self.whole.segments
         most = int((np.diff(first, append=self.whole.n) + position).max(initial=1))
-        return min(1 << (most - 1).bit_length(), self.layout.n // self.batch)
+        return min(1 << (most - 1).bit_length(), self.row)
 
     def last(self) -> torch.Tensor:
         """Return True for tokens without a next token, the last one of each sequence and padding:
@@ -84,7 +89,7 @@ class MicrobatchMask:
         """
         segments = self.whole.segments
         pieces = self.whole.pieces
-        starts = np.union1d(segments[0], np.arange(self.batch) * (self.layout.n // self.batch))
+        starts = np.union1d(segments[0], np.arange(self.batch) * self.row)
         before = np.full_like(starts, -1)
         for start in segments[0][segments[1] > 0]:
             seen = (pieces.q0 <= start) & (start < pieces.q1) & (pieces.k1 <= start)
@@ -115,10 +120,8 @@ class MicrobatchMask:
         """Return the indices in their batch rows of the tokens that `rank` holds: int64 [n / cp,
         batch].
         """
-        stream = torch.from_numpy(self.layout.positions(rank)).view(self.batch, -1)
-        return (
-            stream - torch.arange(self.batch)[:, None] * (self.layout.n // self.batch)
-        ).transpose(0, 1)
+        places = torch.from_numpy(self.layout.positions(rank) % self.row)
+        return places.view(self.batch, -1).transpose(0, 1)
 
     def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the part [batch, n / cp] of `x` [batch, n] that `rank` holds."""
@@ -146,10 +149,7 @@ def _make_plan(
         whole = spec.build(mask, cp)
         whole.verify(executed=own)
         _proven.add(kind)
-        worker = get_worker_info()
-        first = worker is None or worker.id == 0
-        if first and mask.n >= LONG * cp and whole.layout.name != "balanced":
-            _tell_gain(whole, spec)
+        _tell_gain(whole, spec)
     return own
 
 
@@ -160,6 +160,10 @@ LONG = 1024
 def _tell_gain(plan: Plan, spec: PlanSpec) -> None:
     mask = plan.mask
     cp = plan.cp
+    worker = get_worker_info()
+    first = worker is None or worker.id == 0
+    if not first or mask.n < LONG * cp or plan.layout.name == "balanced":
+        return
     balanced = replace(spec, layout=Layout.balanced(mask, cp)).build(mask, cp)
     ratio = plan.time().both / balanced.time().both
     if ratio > 1.1:

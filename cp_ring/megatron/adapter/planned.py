@@ -20,7 +20,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
 from cp_ring.megatron.adapter.asked import layer_problem, window_problem
-from cp_ring.megatron.adapter.comm_types import check_members, spec_of_layer
+from cp_ring.megatron.adapter.comm_types import spec_of_layer
 from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.documents import (
     ALONE,
@@ -79,7 +79,7 @@ class PlannedAttention(MegatronModule):
             raise ConfigError(problem)
         self.cp_comm_type = cp_comm_type
         self.spec = self._spec_on(self.cp_group)
-        self._specs: dict[Any, PlanSpec] = {}  # keys: groups of single microbatches
+        self._specs = {self.cp_group: self.spec}  # other keys: groups of single microbatches
         mask = mask_of(attn_mask_type)
         self.window = _window(config, layer_number, mask)
         LAYERS.add(LayerPlan(cp, self.cp_group.rank(), self.window, mask == "causal", self.spec))
@@ -128,8 +128,6 @@ class PlannedAttention(MegatronModule):
         """Return the plan specification for `group`: all context-parallel ranks, or the ranks of
         one microbatch.
         """
-        if group is self.cp_group:
-            return self.spec
         if group not in self._specs:
             self._check_subgroup()
             self._specs[group] = self._spec_on(group)
@@ -160,11 +158,8 @@ class PlannedAttention(MegatronModule):
 
     def _spec_on(self, group: Any) -> PlanSpec:
         kind = self.cp_comm_type
-        cp = group.size()
-        sizes = getattr(self.config, "hierarchical_context_parallel_sizes", None)
-        spec = spec_of_layer(kind, self.ring, cp, sizes)
         tp = self.tp_group.size()
-        check_members(kind, spec, self.ring, cp, self.config, tp)
+        spec = spec_of_layer(kind, self.ring, self.config, tp, group.size())
         return with_choice(spec, kind, self.ring, self.config, tp, group)
 
     def check_batch_mask(

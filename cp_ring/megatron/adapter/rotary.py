@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.documents import DocumentParams, offsets_on_cpu, packed_layout
+from cp_ring.megatron.adapter.documents import (
+    DocumentParams,
+    Documents,
+    of_offsets,
+    offsets_on_cpu,
+)
 from cp_ring.megatron.wrapping import Function, arguments_of
-from cp_ring.plan.layout import Layout
 from cp_ring.runtime import RUNTIME
 
 Selected = tuple[torch.Tensor, torch.Tensor]
@@ -77,18 +80,13 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
 
 @RUNTIME.cache(maxsize=64)
 def _positions(
-    edges: bytes, layout: Layout, rank: int, device: torch.device
+    documents: Documents, rank: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of this rank's tokens in the whole sequence, which is split as one, and
     in their documents, on `device`. All layers of a microbatch share them.
-
-    edges: int64 offsets of the documents; `layout` is theirs.
     """
-    offsets = np.frombuffer(edges, np.int64)
-    positions = layout.positions(rank)
-    document = np.searchsorted(offsets, positions, "right") - 1
-    both = positions, positions - offsets[document]
-    return tuple(torch.from_numpy(each).to(device) for each in both)  # type: ignore[return-value]
+    in_sequence = torch.from_numpy(documents.layout.positions(rank))
+    return in_sequence.to(device), documents.positions(rank).flatten().to(device)
 
 
 def turn_documents(
@@ -103,9 +101,9 @@ def turn_documents(
 ) -> torch.Tensor:
     """Replace Megatron's `_apply_rotary_pos_emb_thd`, for documents that are split together."""
     offsets = offsets_on_cpu(cu_seqlens).tobytes()
-    layout = packed_layout(offsets, cp_group.size(), in_force().split)
-    in_sequence, in_document = _positions(offsets, layout, cp_group.rank(), freqs.device)
-    wanted = in_sequence if freqs.shape[0] == layout.n else in_document
+    documents = of_offsets(offsets, offsets, cp_group.size(), True, in_force().split)
+    in_sequence, in_document = _positions(documents, cp_group.rank(), freqs.device)
+    wanted = in_sequence if freqs.shape[0] == documents.layout.n else in_document
     picked = freqs.index_select(0, wanted)
     turn = rope_utils._apply_rotary_pos_emb_bshd
     turned: torch.Tensor = turn(t.unsqueeze(1), picked, *options, **named)

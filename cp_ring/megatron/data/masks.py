@@ -42,7 +42,7 @@ class DeclaredMask(MicrobatchMask):
         batch row differs from its index. Position ids with sections do not change.
         """
         ids = whole.get("position_ids")
-        starts = np.arange(self.batch) * (self.layout.n // self.batch)
+        starts = np.arange(self.batch) * self.row
         first, position = self.whole.segments
         stock = np.array_equal(first, starts) and not position.any()
         if ids is None or ids.dim() == 3 or stock:

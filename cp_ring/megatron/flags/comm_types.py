@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.adapter.comm_types import known, spec_of_layer
 from cp_ring.megatron.options import Options
 from cp_ring.plan.plan import PlanSpec
@@ -25,7 +26,6 @@ def type_of(args: Any, layer: int) -> str:
 
 def specs(args: Any, config: Options) -> list[tuple[str, PlanSpec]]:
     """Return the distinct comm types of the layers, each with its plan specification."""
-    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
-    cp = args.context_parallel_size or 1
+    asked = Asked(args)
     kinds = dict.fromkeys(types_by_layer(args))
-    return [(kind, spec_of_layer(kind, config, cp, sizes)) for kind in kinds]
+    return [(kind, spec_of_layer(kind, config, args, asked.tp, asked.cp)) for kind in kinds]

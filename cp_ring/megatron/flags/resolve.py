@@ -15,7 +15,6 @@ from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
 from cp_ring.megatron.adapter.asked import Asked, Check, recomputes_attention, reject_where
-from cp_ring.megatron.adapter.comm_types import check_members
 from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import comm_types
@@ -135,8 +134,7 @@ def check_attention(args: Any, options: Options) -> None:
     """Check attention for a job or a program, and set the arguments that documents need."""
     reject_where(ATTENTION + DOCUMENTS, args, options)
     asked = Asked(args)
-    for kind, spec in comm_types.specs(args, options):
-        check_members(kind, spec, options, asked.cp, args, asked.tp)
+    for _, spec in comm_types.specs(args, options):
         if asked.cp > 1 and options.wire not in ("auto", "plain"):
             from cp_ring.megatron.adapter.latent_tap import check_latent  # few jobs have latents
 
