@@ -278,7 +278,7 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
     cp = groups.cp.size()
     unit = 2 * cp * GRAIN
     kinds = [kind for kind in find_layer_kinds(args, config) if kind.numbers]
-    classes = core_classes(args, kinds)
+    classes = core_classes(args, config, kinds)
     with settings.in_force(used):
         for kind, mask in itertools.product(kinds, masks_of(args)):
             draw = partial(Batch.draw, mask, args.micro_batch_size, cp=cp, padded=True)
