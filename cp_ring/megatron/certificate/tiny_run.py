@@ -136,17 +136,13 @@ class TinyRun:
             return _train(args, self.model, items, self.step)
 
 
-def tiny_runs(
-    tiny: argparse.Namespace, batch: Batch, step: ForwardStep | None, alone: Any
-) -> list[TinyRun]:
+def tiny_runs(tiny: argparse.Namespace, batch: Batch, step: Any, alone: Any) -> list[TinyRun]:
     """Return the run of a tiny model as the job trains it, and the reference run with the same
     weights, which follows the rules of `batch`. None stands for the forward step of
     `cp_ring.pretrain_gpt`, `alone` is a process group of this rank only.
     """
-    if step is None or is_own(step):
-        from cp_ring.megatron.gpt import forward_step  # imports Megatron
-
-        step = forward_step
+    if is_own(step):
+        from cp_ring.megatron.gpt import forward_step as step  # imports Megatron
     single = {"context_parallel_size": 1, "recompute_granularity": None}
     runs = []
     for whole, args in enumerate((tiny, with_changes(tiny, single))):
