@@ -153,15 +153,13 @@ def _probe_microbatch(
     """Append to `results` what becomes of a microbatch on its way to the layers, on this rank and
     on its pipeline stages.
     """
-    b, n = batch.shape
-    about = f"microbatch of {b}x{n} tokens", batch.mask
     seen, truth = (run.observe(batch, seed) for run in runs)
     stages = runs[0].observe_stages(args, batch, seed, seen)
-    results.probes += batch_probe.compare(seen, truth, batch, seed, about)
-    results.probes += batch_probe.compare_stages(seen, stages, about)
-    results.probes += [batch_probe.same_rows(batch, about)] if len(batch.items) > 1 else []
+    results.probes += batch_probe.compare(seen, truth, batch, seed)
+    results.probes += batch_probe.compare_stages(seen, stages, batch)
+    results.probes += [batch_probe.same_rows(batch)] if len(batch.items) > 1 else []
     shown = {probe.name for probe in results.probes}
-    missing = 0 if batch.mask == "packed" else args.micro_batch_size - b
+    missing = 0 if batch.mask == "packed" else args.micro_batch_size - batch.shape[0]
     gaps = {
         "inputs of later pipeline stages": args.pipeline_model_parallel_size > 1 and not stages,
         "the microbatch at the job's own length (enable(seq_length=...) tells it)": (
@@ -179,4 +177,4 @@ def _probe_microbatch(
     tokens = runs[0].args.seq_length
     if rotates and tokens < args.seq_length and batch_probe.NAMES["rotary"] not in shown:
         reach = f"{tokens} of {args.seq_length} tokens for rotary embeddings"
-        results.up_to[" under ".join(about)] = reach
+        results.up_to[" under ".join(batch.about)] = reach
