@@ -671,7 +671,7 @@ def _places(name, step):
     if name in OF_MEANS:
         return [parity.FAULTS[name]()]
     from cp_ring.megatron import gpt
-    from cp_ring.megatron.certificate.loss_probe import is_own
+    from cp_ring.megatron.certificate.tiny_run import is_own
 
     if is_own(step):
         if name in OF_BORDERS:  # documents are split by themselves

@@ -16,7 +16,6 @@ batch rows, h query and g key/value heads, d and e head sizes of keys and values
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from cp_ring.megatron.certificate.layer_kinds import (
     masks_of,
 )
 from cp_ring.megatron.certificate.report import Certificate, Probe
-from cp_ring.megatron.certificate.tiny_model import core_classes, transformer_config
+from cp_ring.megatron.certificate.tiny_model import core_classes, transformer_config, with_changes
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.plan.sizes.attention_sizes import WIRES
@@ -108,8 +107,7 @@ class ExaminedLayers:
 
     def _local(self, whole: Tensor) -> Tensor:
         """Select this rank's tokens of whole batch rows: [b, n, ...] to [b, s, ...]."""
-        of_each = zip(whole, self.positions, strict=True)
-        return torch.stack([batch_row.index_select(0, mine) for batch_row, mine in of_each])
+        return whole[torch.arange(len(whole))[:, None], self.positions]
 
     def _call(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call a layer with this rank's tokens of whole batch rows [b, n, heads, size]; return out
@@ -133,9 +131,8 @@ class ExaminedLayers:
         channels = min(CHANNELS, kind.groups * kind.e)
         tokens = self._chosen_tokens(channels * (1 if self.samples else CALLS))
         found: list[list[list[int]]] = [[], []]
-        q, k = (self._ones([], heads, kind.d) for heads in (kind.heads, kind.groups))
-        for at in range(0, len(tokens), channels):
-            picked = tokens[at : at + channels]
+        q, k = (self._ones(tokens[:0], heads, kind.d) for heads in (kind.heads, kind.groups))
+        for picked in tokens.split(channels):
             v = self._ones(picked, kind.groups, kind.e).requires_grad_()
             with torch.enable_grad():
                 out = self._call(self.first, q, k, v)
@@ -151,9 +148,9 @@ class ExaminedLayers:
                 where += f", which is declared {kind_of}"
             yield self.probe(name, len(wrong), 0.0, where)
 
-    def _chosen_tokens(self, most: int) -> list[int]:
-        """Return at most `most` positions to probe, evenly spread and beside edges of chunks,
-        documents and windows, where a mask is most likely wrong.
+    def _chosen_tokens(self, most: int) -> Tensor:
+        """Return at most `most` positions to probe, int64, evenly spread and beside edges of
+        chunks, documents and windows, where a mask is most likely wrong.
         """
         n, window, parts = self.batch.shape[1], self.kind.probed[0], 2 * self.group.size()
         edges = [n * i // parts for i in range(parts)]
@@ -161,35 +158,33 @@ class ExaminedLayers:
         edges += [at for rule in self.batch.rules for piece in rule.pieces for at in piece[:4]]
         near = {edge + side for edge in edges for side in (-1, 0, 1)} & {*range(n)}
         chosen = sorted(near.union(range(0, n, -(-n // most))))
-        return chosen[:: -(-len(chosen) // most)]
+        return torch.tensor(chosen[:: -(-len(chosen) // most)], device=own_device())
 
-    def _ones(self, picked: list[int], heads: int, size: int) -> Tensor:
+    def _ones(self, picked: Tensor, heads: int, size: int) -> Tensor:
         """Return zeros [b, n, heads, size] of whole batch rows, with a one for each picked token,
         in its own channel of the first head that shares a key/value head.
         """
         shape = len(self.positions), self.batch.shape[1], heads, size
         x = torch.zeros(shape, dtype=self.dtype, device=own_device())
-        for number, token in enumerate(picked):
-            group, channel = divmod(number, size)
-            x[:, token, group * (heads // self.kind.groups), channel] = 1
+        number = torch.arange(len(picked), device=x.device)
+        x[:, picked, number // size * (heads // self.kind.groups), number % size] = 1
         return x
 
-    def _wrong_pairs(self, changed: Tensor, picked: list[int], of_keys: bool) -> list[list[int]]:
+    def _wrong_pairs(self, changed: Tensor, picked: Tensor, of_keys: bool) -> list[list[int]]:
         """Return each pair on which the layer and the declared mask disagree: batch row, query,
         key, and 1 if the layer's query sees the key.
 
         changed: [b, s, g, e], what each picked key adds to outputs, or what the output of each
             picked query adds to the gradients of values. `of_keys` tells which.
         """
-        seen, mine = changed.flatten(2)[..., : len(picked)] != 0, self.positions
-        others = torch.tensor(picked, device=mine.device).expand(len(mine), -1)
-        pair = (mine, others) if of_keys else (others, mine)
-        declared = allowed_pairs(self.batch.rules, *pair, self.kind.probed)
-        wrong = seen != (declared if of_keys else declared.mT)
-        row, local, other = wrong.nonzero(as_tuple=True)
-        found = mine[row, local], others[row, other]
-        ends = found if of_keys else found[::-1]
-        return torch.stack([row, *ends, seen[wrong].long()], 1).tolist()
+        seen = changed.flatten(2)[..., : len(picked)] != 0
+        queries, keys = self.positions, picked.expand(len(seen), -1)
+        if not of_keys:
+            seen, queries, keys = seen.mT, keys, queries
+        wrong = seen != allowed_pairs(self.batch.rules, queries, keys, self.kind.probed)
+        row, query, key = wrong.nonzero(as_tuple=True)
+        found = row, queries[row, query], keys[row, key], seen[wrong].long()
+        return torch.stack(found, 1).tolist()
 
     def _values(self) -> Iterator[Probe]:
         """Compare outputs and gradients of all layers for the same random tensors, the same on all
@@ -278,29 +273,21 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
     cp = groups.cp.size()
     unit = 2 * cp * GRAIN
     kinds = [kind for kind in find_layer_kinds(args, config) if kind.numbers]
-    classes = core_classes(args, kinds)
+    classes = core_classes(args, config, kinds)
     with settings.in_force(used):
         for kind, mask in itertools.product(kinds, masks_of(args)):
+            make = partial(_make_layers, classes[kind.layer], config, groups)
             draw = partial(Batch.draw, mask, args.micro_batch_size, cp=cp, padded=True)
-            wide = replace(kind, probed=kind.window)
-            make = partial(_make_layer, classes[kind.layer], config, groups)
-            short, long = (
-                ExaminedLayers(
-                    each,
-                    {number: make(each, number) for number in kind.numbers},
-                    groups.cp,
-                    dtype,
-                    seed,
-                    draw(n=kind.tokens),
-                )
-                for each in (kind, wide)
-            )
+            layers, batch = make(kind), draw(n=kind.tokens)
+            short = ExaminedLayers(kind, layers, groups.cp, dtype, seed, batch)
             own: Any = getattr(short.first, "spec", None)  # of ring attention
             # each number of heads that a plan of ring attention may choose
             for spec in every_choice(own, cp) if own else [own]:
                 one = short if spec == own else replace(short, note=f" with heads {spec.ulysses}")
-                with replaced(*((layer, "spec", spec) for layer in short.layers.values())):
+                with replaced(*((layer, "spec", spec) for layer in layers.values())):
                     results.probes += one.probes()
+            wide = replace(kind, probed=kind.window)
+            long = short if wide == kind else replace(short, kind=wide, layers=make(wide))
             most = LONG[own_device().type] // len(short.positions) // unit * unit
             n, tokens = args.seq_length, max(kind.tokens, min(args.seq_length, most))
             if own:
@@ -313,35 +300,31 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
                 results.up_to[f"{kind.layer_name} under {mask}"] = f"{tokens} of {n} tokens"
 
 
-def _make_layer(made: Any, config: Any, groups: Any, kind: LayerKind, number: int) -> Any:
-    """Build the job's core attention of this layer, of the class `made`, as its attention layer
-    does, with the window that `kind` probes.
+def _make_layers(made: Any, config: Any, groups: Any, kind: LayerKind) -> dict[int, Any]:
+    """Build the job's core attention of each layer of this kind, of the class `made`, as its
+    attention layer does, with the window that `kind` probes.
     """
     from megatron.core.transformer.enums import AttnMaskType
 
-    sizes: dict[str, Any] = {}
-    if config.multi_latent_attention:
-        sizes = {"softmax_scale": kind.scale, "k_channels": kind.d, "v_channels": kind.e}
-    elif config.softmax_scale:
-        sizes = {"softmax_scale": config.softmax_scale}
-    own = config_of_layer(config, number)
-    if kind.probed != kind.window:
-        own = copy.copy(own)
-        own.window_size, own.window_attn_skip_freq = kind.probed, None
-    layer: Any = made(
-        own,
-        number,
-        AttnMaskType.causal,
-        "self",
-        attention_dropout=0.0,
-        cp_comm_type=kind.comm_type,
-        pg_collection=groups,
-        **sizes,
-    )
-    if kind.sink == "learnable":  # which begins near 0
-        with torch.no_grad():
-            layer.softmax_offset.copy_(torch.linspace(-1.0, 2.0, kind.heads))
-    return layer
+    latent, layers = config.multi_latent_attention, {}
+    sizes = {"k_channels": kind.d, "v_channels": kind.e} if latent else {}
+    window = {"window_size": kind.probed, "window_attn_skip_freq": None}
+    for number in kind.numbers:
+        own = config_of_layer(config, number)
+        layers[number] = layer = made(
+            own if kind.probed == kind.window else with_changes(own, window),
+            number,
+            AttnMaskType.causal,
+            "self",
+            attention_dropout=0.0,
+            softmax_scale=kind.scale if latent else config.softmax_scale,
+            cp_comm_type=kind.comm_type,
+            pg_collection=groups,
+            **sizes,
+        )
+        if kind.sink == "learnable":  # which begins near 0
+            layer.softmax_offset.data.copy_(torch.linspace(-1.0, 2.0, kind.heads))
+    return layers
 
 
 def _settings(tested: ExaminedLayers) -> Probe:

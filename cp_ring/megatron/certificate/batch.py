@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,11 @@ class Batch:
     rules: list[MaskRule]
     packed: Any
     positions: list[Tensor]
+
+    @property
+    def about(self) -> tuple[str, str]:
+        """What probes of this microbatch are called: its size, and its mask."""
+        return "microbatch of {}x{} tokens".format(*self.shape), self.mask
 
     @classmethod
     def draw(cls, mask: str, rows: int, n: int, cp: int, padded: bool = False) -> Batch:
@@ -226,24 +231,23 @@ def sample(kind: str, n: int, seed: int) -> Mask:
     """
     cuts = _edges(n, 7, seed).tolist()[:-1]
     lengths, edges = np.diff(cuts).tolist(), [*cuts[::2], n]
-    block = n // 9 + seed % 5
+    names = {"any": "images", "global": "with_global"}
+    make: Callable[..., Mask] = getattr(Mask, names.get(kind, kind.replace("-", "_")))
     match kind:
         case "causal" | "full":
-            return Mask.causal(n) if kind == "causal" else Mask.full(n)
+            return make(n)
         case "documents":
-            return Mask.documents(edges)
+            return make(edges)
         case "prefix":
-            return Mask.prefix(n, np.diff(edges) // 2, edges)
+            return make(n, np.diff(edges) // 2, edges)
         case "shared-prefix":
-            return Mask.shared_prefix([(lengths[0], lengths[1:4]), (lengths[4], lengths[5:])], n)
+            return make([(lengths[0], lengths[1:4]), (lengths[4], lengths[5:])], n)
         case "tree":
-            return Mask.tree(TREE, lengths, n)
+            return make(TREE, lengths, n)
         case "global":
-            return Mask.with_global(n, [(0, 1), (cuts[3], cuts[3] + 1)], (n // 8, 0))
-        case "block-causal":
-            return Mask.block_causal(n, block)
-        case "block-diffusion":
-            return Mask.block_diffusion(n, block)
+            return make(n, [(0, 1), (cuts[3], cuts[3] + 1)], (n // 8, 0))
+        case "block-causal" | "block-diffusion":
+            return make(n, n // 9 + seed % 5)
     # images around a quarter and a half of the sequence, where many layouts have an edge
     size = n // 16 + seed % 5
-    return Mask.images(n, [(n * i // 4 - size, n * i // 4 + size // 2) for i in (1, 2, 3)])
+    return make(n, [(n * i // 4 - size, n * i // 4 + size // 2) for i in (1, 2, 3)])

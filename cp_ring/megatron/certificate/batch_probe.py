@@ -111,24 +111,25 @@ def observe(
     return seen
 
 
-def compare_stages(whole: Seen, stages: list[Seen], about: tuple[str, str]) -> list[Probe]:
+def compare_stages(whole: Seen, stages: list[Seen], batch: Batch) -> list[Probe]:
     """Compare the inputs of each of this rank's pipeline stages with those of a whole model on this
     rank: documents and masks, rotary embeddings, and labels and their weights if the stage has
-    them. `about` names the microbatch and its mask.
+    them.
     """
-    wrong = []
-    for number, seen in enumerate(stages):
-        for name in seen.keys() | {"packed", "rotary"} & whole.keys():
-            mine, wanted = seen.get(name), whole[name]
-            if not (
-                _same_documents(mine, wanted, whole["tokens"].shape)
-                if name == "packed"
-                else mine is not None and torch.equal(mine, wanted)
-            ):
-                shown = NAMES.get(name, "mask")
-                wrong.append(f"stage {number} of this rank has another {shown} than a whole model")
+
+    def same(mine: Any, wanted: Any) -> bool:
+        if isinstance(wanted, Tensor):
+            return mine is not None and torch.equal(mine, wanted)
+        return _same_documents(mine, wanted, whole["tokens"].shape)
+
+    wrong = [
+        f"stage {number} of this rank has another {NAMES.get(name, 'mask')} than a whole model"
+        for number, seen in enumerate(stages)
+        for name in seen.keys() | {"packed", "rotary"} & whole.keys()
+        if not same(seen.get(name), whole[name])
+    ]
     first = min(wrong, default="")
-    probe = Probe("inputs of pipeline stages", *about, len(wrong), 0.0, first, "places")
+    probe = Probe("inputs of pipeline stages", *batch.about, len(wrong), 0.0, first, "places")
     return [probe] if stages else []
 
 
@@ -136,11 +137,12 @@ def _same_documents(mine: Any, whole: Any, shape: Any) -> bool:
     """Return True if both `packed_seq_params` split tokens of this shape [b, s] on this rank alike,
     by the same mask.
     """
-    rank, found = compat.group_of(None, "cp").rank(), []
-    for documents in (_documents(packed, shape) for packed in (mine, whole)):
-        places = documents and documents.positions(rank).numpy().tobytes()
-        found.append(documents and (documents.mask().digest, places))
-    return bool(found[0] == found[1])
+    first, second = (_documents(packed, shape) for packed in (mine, whole))
+    if first is None or second is None:
+        return first is second
+    rank = compat.group_of(None, "cp").rank()
+    same = torch.equal(first.positions(rank), second.positions(rank))
+    return same and first.mask().digest == second.mask().digest
 
 
 def _documents(packed: Any, shape: Any) -> Any:
@@ -152,11 +154,9 @@ def _documents(packed: Any, shape: Any) -> Any:
     return packed and documents_of(packed, shape, cp, in_force())
 
 
-def compare(
-    ours: Seen, truth: Seen, batch: Batch, seed: int, about: tuple[str, str]
-) -> list[Probe]:
+def compare(ours: Seen, truth: Seen, batch: Batch, seed: int) -> list[Probe]:
     """Compare the inputs of this rank with those of whole batch rows, and the latter with `batch`
-    itself. `about` names the microbatch and its mask.
+    itself.
 
     The last comparison finds faults of data and forward step that are the same at any size: tokens
     whose loss mask is 0 must have no weight, though the step may leave out more tokens, and tokens
@@ -184,15 +184,15 @@ def compare(
                 # Megatron, or the loss function, divides by numbers of tokens; the tiny model shows
                 # whether the numbers are right.
                 mine, expected = (x / (x.sum() or 1) for x in (mine, expected))
-            probes.append(_probe(shown, mine, expected, "at cp 1", about, positions))
+            probes.append(_probe(shown, mine, expected, "at cp 1", batch, positions))
     if "packed" in ours:
         wrong = not _same_documents(ours["packed"], packed, positions.shape)
         where = "the layers get others than the batch has"
-        probes.append(Probe("documents", *about, float(wrong), 0.0, where, "microbatches"))
-    return [*probes, *_by_itself(truth, batch, seed, about)]
+        probes.append(Probe("documents", *batch.about, float(wrong), 0.0, where, "microbatches"))
+    return [*probes, *_by_itself(truth, batch, seed)]
 
 
-def _by_itself(truth: Seen, batch: Batch, seed: int, about: tuple[str, str]) -> Iterator[Probe]:
+def _by_itself(truth: Seen, batch: Batch, seed: int) -> Iterator[Probe]:
     """Compare the inputs of a whole model with the batch, and labels that count with the next
     tokens of their documents; but not for a job that predicts something else: most labels are none
     of the tokens nearby, or, under masks that batches declare, not the next ones.
@@ -205,7 +205,7 @@ def _by_itself(truth: Seen, batch: Batch, seed: int, about: tuple[str, str]) -> 
     hidden, declared, last = (x.to(labels.device).view(labels.shape) for x in given)
     unseen = torch.where(hidden == 0, 0.0, weights)
     counted = torch.where(weights == 0, labels, declared)
-    itself = "by the batch itself", about
+    itself = "by the batch itself", batch
     yield _probe("weight of a token that the loss mask hides", weights, unseen, *itself)
     yield _probe("label that counts", labels, counted, *itself)
     tokens = truth.get("tokens", labels.new_empty(0))
@@ -216,10 +216,10 @@ def _by_itself(truth: Seen, batch: Batch, seed: int, about: tuple[str, str]) -> 
     own = near[: 1 if batch.mask.startswith(PREFIX) else 3]
     if max(float(each[counts].float().mean()) for each in own) > 0.5:
         following = torch.where(counts, tokens.roll(-1, 1), labels)
-        yield _probe(NEXT, labels, following, "the batch has", about)
+        yield _probe(NEXT, labels, following, "the batch has", batch)
 
 
-def same_rows(batch: Batch, about: tuple[str, str]) -> Probe:
+def same_rows(batch: Batch) -> Probe:
     """Compare what the data iterators of this rank give with the whole batch rows."""
     whole, *mine = ({} if item is None else item for item in batch.items)
     wrong = {
@@ -229,7 +229,7 @@ def same_rows(batch: Batch, about: tuple[str, str]) -> Probe:
         if isinstance(x, Tensor) and not torch.equal(x, whole[name])
     }
     where = f"{min(wrong, default='')} is not that of the ranks that share its microbatch"
-    return Probe("batch rows", *about, len(wrong), 0.0, where, "tensors")
+    return Probe("batch rows", *batch.about, len(wrong), 0.0, where, "tensors")
 
 
 def _probe(
@@ -237,7 +237,7 @@ def _probe(
     mine: Tensor,
     expected: Tensor,
     source: str,
-    about: tuple[str, str],
+    batch: Batch,
     places: Tensor | None = None,
 ) -> Probe:
     """Count the tokens, at `places` [b, s] or in order, whose value [b, s, ...] differs from the
@@ -250,4 +250,4 @@ def _probe(
     for row, place in wrong.nonzero()[:1].tolist():
         token = place if places is None else int(places[row, place])
         where = f"token {token} of batch row {row} has another {name} than {source}"
-    return Probe(name, *about, float(wrong.sum()), 0.0, where, "tokens")
+    return Probe(name, *batch.about, float(wrong.sum()), 0.0, where, "tokens")

@@ -24,9 +24,9 @@ from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate import attention_probes, loss_probe
 from cp_ring.megatron.certificate.batch import take
-from cp_ring.megatron.certificate.loss_probe import ForwardStep
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
+from cp_ring.megatron.certificate.tiny_run import ForwardStep
 from cp_ring.megatron.compat import megatron_version
 from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME

@@ -7,7 +7,6 @@ and values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.plan.mask import Mask
+from cp_ring.testing.oracle import dense
 
 
 @dataclass(frozen=True)
@@ -92,51 +92,23 @@ def attend(
     q [b, s, h, d], k [b, n, g, d], v [b, n, g, e], allowed bool [b, s, n], sink [h].
     """
     q, k, v = (x.double() for x in (q, k, v))
-    shared = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
-    allowed = allowed[:, None]
-    blind = ~allowed.any(3, keepdim=True)
-    scores = torch.einsum("bshd,bnhd->bhsn", q, k) * scale
-    scores = scores.masked_fill(~(allowed | blind), -math.inf)
-    total = scores.logsumexp(-1, keepdim=True)
-    if sink is not None:
-        total = torch.logaddexp(total, sink.double()[:, None, None])
-    weight = (scores - total).exp().masked_fill(blind, 0.0)
-    return torch.einsum("bhsn,bnhe->bshe", weight, v)
+    return dense(q, k, v, allowed[:, None], scale, sink)[0]
 
 
-class DenseAttention(torch.nn.Module):
-    """Core attention of whole batch rows in float64, with the arguments that Megatron gives to core
-    attention.
-
-    Replaces `ring`, a layer's core attention, and shares its parameter. `rules` holds the mask rule
-    of each batch row.
+def attend_whole_rows(
+    rules: Sequence[MaskRule],
+    window: tuple[int, int],
+    scale: float,
+    sink: Tensor | None,
+    *qkv: Tensor,
+    **named: object,
+) -> Tensor:
+    """Attend in place of core attention, with what Megatron gives it: query [n, b, h, d], key
+    [n, b, g, d] and value [n, b, g, e], without b for packed documents. `rules` holds the mask rule
+    of each batch row. Return [n, b, h * e] or [n, h * e], in the dtype of the query.
     """
-
-    softmax_offset: Tensor | None
-
-    def __init__(
-        self,
-        ring: torch.nn.Module,
-        window: tuple[int, int],
-        scale: float,
-        rules: Sequence[MaskRule],
-    ):
-        super().__init__()
-        self.softmax_offset = getattr(ring, "softmax_offset", None)
-        self.window, self.rules = window, rules
-        self.scale = scale
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object
-    ) -> Tensor:
-        """Attend with query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e]; return [n, b, h
-        * e]. Packed documents have no dimension b.
-        """
-        if query.dim() == 3:
-            return self.forward(query[:, None], key[:, None], value[:, None])[:, 0]
-        places = torch.arange(len(query), device=query.device).expand(len(self.rules), -1)
-        allowed = allowed_pairs(self.rules, places, places, self.window)
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = attend(q, k, v, allowed, self.scale, self.softmax_offset)
-        return out.transpose(0, 1).flatten(2).to(query.dtype)
+    query = qkv[0]
+    q, k, v = (x.view(len(x), len(rules), *x.shape[-2:]).transpose(0, 1) for x in qkv[:3])
+    places = torch.arange(len(query), device=query.device).expand(len(rules), -1)
+    out = attend(q, k, v, allowed_pairs(rules, places, places, window), scale, sink)
+    return out.transpose(0, 1).reshape(*query.shape[:-2], -1).to(query.dtype)

@@ -12,49 +12,35 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import compat
-from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.certificate import batch_probe
 from cp_ring.megatron.certificate.batch import Batch, own_device, shared_items
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds, masks_of
-from cp_ring.megatron.certificate.reference_run import follow_rules, whole_rows_in_force
 from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tiny_model import (
-    arguments_in_force,
-    arguments_of_microbatch,
-    build,
     group_of_this_rank,
-    one_stage,
     tiny_args,
     transformer_config,
     uncovered_layers,
-    with_changes,
+)
+from cp_ring.megatron.certificate.tiny_run import (
+    MICROBATCHES,
+    ForwardStep,
+    TinyRun,
+    is_own,
+    tiny_runs,
 )
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
-from cp_ring.megatron.wrapping import replaced
 from cp_ring.plan.sizes.attention_sizes import widening
 
-ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
-
 NAME = "tiny model"
-MICROBATCHES = 2
-
-
-def is_own(step: ForwardStep | None) -> bool:
-    """Return True if `step` is None or the forward step of `cp_ring.pretrain_gpt`, not a script's
-    own.
-    """
-    return step is None or getattr(step, "__module__", "") == "cp_ring.megatron.gpt"
 
 
 def probe_losses(
@@ -73,7 +59,8 @@ def probe_losses(
             "the loss of a program that does not call cp_ring.megatron.certify"
         )
         return
-    own, config = not program and is_own(step), transformer_config(args)
+    config = transformer_config(args)
+    tiny = tiny_args(args, config, find_layer_kinds(args, config))
     # the job's kernel may not know float32, and matrix products on CUDA may round to TF32
     kernel = "reference" if own_device().type == "cuda" else "auto"
     used = replace(settings.current(), kernel=kernel)
@@ -94,7 +81,9 @@ def probe_losses(
         masks = masks_of(args, *shared[:1])
         if program and "causal" in masks:  # its step takes whole or packed batch rows
             masks = ("packed" if args.sft else "causal",)
-        elif not shared and (program or own):  # which has documents in place of packed batch rows
+        elif not shared and (
+            program or is_own(step)
+        ):  # which has documents in place of packed batch rows
             masks = tuple(mask for mask in masks if mask != "packed")
         by_rank = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
         for mask in masks:
@@ -103,185 +92,28 @@ def probe_losses(
                 gap = f"the loss of recurrent layers under {mask} with --sequence-parallel"
                 results.not_covered.append(gap)
                 continue
-            runs = _TinyRuns(args, config, mask, None if own else step, alone)
-            if shared:
-                batch = Batch.read(mask, shared, args.context_parallel_size)
-                _probe_microbatch(runs, batch, results, seed)
-            elif drawn:
-                _probe_microbatch(runs, runs.draw(args.seq_length), results, seed)
+            cp = args.context_parallel_size
+            draw = partial(Batch.draw, mask, args.micro_batch_size, cp=cp)
+            trained = draw(n=tiny.seq_length)
+            runs = tiny_runs(tiny, trained, step, alone)
+            if shared or drawn:
+                n = args.seq_length or tiny.seq_length
+                batch = Batch.read(mask, shared, cp) if shared else draw(n=n)
+                _probe_microbatch(args, runs, batch, results, seed)
             if items is None:
-                _probe_loss(runs, results, seed)
+                _probe_loss(args, runs, trained, results, seed)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a step: losses of this rank's tokens [b, s], with the batch rows of all
-    microbatches, the reported loss, and gradients by parameter.
-
-    `sums` is true if the loss function returns a number of tokens and reports a sum and a number,
-    which Megatron adds up over ranks. Megatron averages a mean over ranks.
-    """
-
-    losses: Tensor
-    loss: float
-    gradients: dict[str, Tensor]
-    sums: bool
-
-
-def _train(
-    args: argparse.Namespace, model: Any, microbatches: list[dict[str, Any]], step: ForwardStep
-) -> Outcome:
-    """Run forward, backward and the reduction of gradients on `microbatches`, as Megatron's
-    training loop does.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
-
-    batch_size, n = microbatches[0]["tokens"].shape
-    seen: list[Tensor] = []
-    returned: set[int] = set()
-
-    def observed(iterator: Any, module: Any) -> Any:
-        output, loss = step(iterator, module)
-        seen.append(output.detach().reshape(batch_size, -1).double())
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            outputs = loss(*args, **kwargs)
-            returned.add(len(outputs))
-            return outputs
-
-        return output, counted
-
-    average = getattr(args, "ddp_average_in_collective", False)
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=average)
-    wrapped = DistributedDataParallel(model.config, config, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.model_type = ModelType.encoder_or_decoder
-    wrapped.zero_grad_buffer()
-    reports = forward_backward_no_pipelining(
-        forward_step_func=observed,
-        data_iterator=iter(microbatches),
-        model=[wrapped],
-        num_microbatches=len(microbatches),
-        seq_length=n,
-        micro_batch_size=batch_size,
-        forward_only=False,
-    )
-    wrapped.grad_accs.clear()  # breaks a cycle through autograd, which would keep the model
-    report = sum(next(iter(each.values())).detach().double().reshape(-1) for each in reports)
-    dist.all_reduce(
-        report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    gradients = {
-        name: parameter.main_grad.detach().double().clone()
-        for name, parameter in wrapped.module.named_parameters()
-    }
-    sums = len(report) == 2 and returned == {3}
-    return Outcome(torch.cat(seen), float(report[0] / report[-1]), gradients, sums)
-
-
-class _TinyRuns:
-    """A tiny model of the job, twice with the same weights: at the job's context parallel size, and
-    (`whole`) that of the reference run at size 1. The forward step of the job runs in both, because
-    it may compute another loss than Megatron's; None is that of `cp_ring.pretrain_gpt`. `alone` is
-    a process group of this rank only.
-    """
-
-    def __init__(
-        self, args: argparse.Namespace, config: Any, mask: str, step: ForwardStep | None, alone: Any
-    ) -> None:
-        self.own = step is None
-        if step is None:
-            from cp_ring.megatron.gpt import forward_step  # imports Megatron
-
-            step = forward_step
-        self.job, self.mask, self.step, self.alone = args, mask, step, alone
-        kinds = find_layer_kinds(args, config)
-        self.tokens = max(kind.tokens for kind in kinds)
-        tiny = tiny_args(args, kinds)
-        single = {"context_parallel_size": 1, "recompute_granularity": None}
-        self.args = tiny, with_changes(tiny, single)
-        self.batch = self.draw(self.tokens)
-        self.models: list[Any] = []
-        for whole in (False, True):
-            with self.in_force(self.batch, whole) as args:
-                self.models.append(build(args))
-        self.models[True].load_state_dict(self.models[False].state_dict())
-
-    def draw(self, n: int) -> Batch:
-        """Draw a microbatch of the job with batch rows of `n` tokens, if it is known."""
-        job = self.job
-        return Batch.draw(
-            self.mask, job.micro_batch_size, n or self.tokens, job.context_parallel_size
-        )
-
-    def given(self, batch: Batch, whole: bool) -> Batch:
-        """Return the batch of one of the runs. The job's own step needs no code of declared masks
-        in the reference run of a drawn one.
-        """
-        if not (whole and self.own and len(batch.items) == 1):
-            return batch
-        item = {name: x for name, x in batch.items[0].items() if name != KEY}
-        return replace(batch, items=[item])
-
-    @contextmanager
-    def in_force(self, batch: Batch, whole: bool) -> Iterator[argparse.Namespace]:
-        """Put arguments and groups of one of the runs on `batch` in force."""
-        args = with_changes(self.args[whole], arguments_of_microbatch(batch))
-        rows = whole_rows_in_force(batch.rules, KEY in batch.items[0]) if whole else nullcontext()
-        with arguments_in_force(args, one_stage(self.alone, whole)), rows:
-            yield args
-
-    def observe(self, batch: Batch, seed: int, whole: bool) -> batch_probe.Seen:
-        """Return what the step makes of a microbatch."""
-        batch = self.given(batch, whole)
-        with self.in_force(batch, whole):
-            return batch_probe.observe(self.models[whole], self.step, batch.delivered(seed, 1))
-
-    def observe_stages(self, batch: Batch, seed: int, before: Any) -> list[batch_probe.Seen]:
-        """Return what the step gives each virtual pipeline stage of this rank, where a whole model
-        gets `before`; [] without pipeline stages, and for unknown models.
-        """
-        from megatron.core import parallel_state
-
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1 or "embedded" not in before:
-            return []
-        args = argparse.Namespace(**vars(self.job) | arguments_of_microbatch(batch))
-        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        model, seen = self.models[False], []
-        for stage in range(virtual) if virtual else [None]:
-            state = {"_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": stage}
-            with arguments_in_force(args, state), replaced((model, "vp_stage", stage)):
-                data = batch.delivered(seed, 2 + (stage or 0))
-                seen.append(batch_probe.observe(model, self.step, data, before))
-        return seen
-
-    def train(self, seed: int, whole: bool) -> Outcome:
-        """Train one step on two microbatches. Labels that the loss mask hides are others in the
-        reference run.
-        """
-        batch = self.given(self.batch, whole)
-        items = [batch.trained(seed + i, blind=not whole) for i in range(MICROBATCHES)]
-        with self.in_force(batch, whole) as args:
-            return _train(args, self.models[whole], items, self.step)
-
-
-def _probe_loss(runs: _TinyRuns, results: Certificate, seed: int) -> None:
+def _probe_loss(
+    args: argparse.Namespace, runs: list[TinyRun], batch: Batch, results: Certificate, seed: int
+) -> None:
     """Train one step of the tiny model, and append to `results` how far losses by token, their
     average and the gradients differ from those of the reference run.
 
     Only the losses of tokens are compared if the ranks average means. The labels of tokens without
     a weight in the loss differ between the runs, and must change nothing.
     """
-    args, batch = runs.job, runs.batch
-    follow_rules(runs.models[True], batch.rules)
-    ours, truth = (runs.train(seed, whole) for whole in (False, True))
+    ours, truth = (run.train(batch, seed) for run in runs)
     mine = batch.positions[compat.group_of(None, "cp").rank()].repeat(MICROBATCHES, 1)
     masks = [batch.delivered(seed + i)["loss_mask"] for i in range(MICROBATCHES)]
     hidden = (torch.cat(masks).gather(1, mine) == 0).to(own_device())
@@ -315,34 +147,34 @@ def _probe_loss(runs: _TinyRuns, results: Certificate, seed: int) -> None:
         results.probes.append(Probe("gradients", *about, error, bound, place))
 
 
-def _probe_microbatch(runs: _TinyRuns, batch: Batch, results: Certificate, seed: int) -> None:
+def _probe_microbatch(
+    args: argparse.Namespace, runs: list[TinyRun], batch: Batch, results: Certificate, seed: int
+) -> None:
     """Append to `results` what becomes of a microbatch on its way to the layers, on this rank and
     on its pipeline stages.
     """
-    args, (b, n) = runs.job, batch.shape
-    about = f"microbatch of {b}x{n} tokens", batch.mask
-    seen, truth = (runs.observe(batch, seed, whole) for whole in (False, True))
-    stages = runs.observe_stages(batch, seed, seen)
-    results.probes += batch_probe.compare(seen, truth, batch, seed, about)
-    results.probes += batch_probe.compare_stages(seen, stages, about)
-    results.probes += [batch_probe.same_rows(batch, about)] if len(batch.items) > 1 else []
-    missing = 0 if batch.mask == "packed" else args.micro_batch_size - b
+    seen, truth = (run.observe(batch, seed) for run in runs)
+    stages = runs[0].observe_stages(args, batch, seed, seen)
+    results.probes += batch_probe.compare(seen, truth, batch, seed)
+    results.probes += batch_probe.compare_stages(seen, stages, batch)
+    results.probes += [batch_probe.same_rows(batch)] if len(batch.items) > 1 else []
+    shown = {probe.name for probe in results.probes}
+    missing = 0 if batch.mask == "packed" else args.micro_batch_size - batch.shape[0]
     gaps = {
         "inputs of later pipeline stages": args.pipeline_model_parallel_size > 1 and not stages,
         "the microbatch at the job's own length (enable(seq_length=...) tells it)": (
             not args.seq_length
         ),
         f"labels and weights of {missing} of {args.micro_batch_size} batch rows": missing,
+        "labels, which are not the next tokens": "weights" in seen
+        and batch_probe.NEXT not in shown,
     }
-    for name in ("tokens", "labels", "weights"):
-        hidden = f"each {batch_probe.NAMES[name]} at the job's own length"
-        gaps[f"{hidden} (the forward step hides it)"] = name not in seen
-    shown = {probe.name for probe in results.probes}
-    gaps["labels, which are not the next tokens"] = (
-        "weights" in seen and batch_probe.NEXT not in shown
-    )
     results.not_covered += [gap for gap in gaps if gaps[gap]]
+    for name in sorted({"tokens", "labels", "weights"} - seen.keys()):
+        gap = f"each {batch_probe.NAMES[name]} at the job's own length (the forward step hides it)"
+        results.not_covered.append(gap)
     rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
-    if rotates and runs.tokens < args.seq_length and batch_probe.NAMES["rotary"] not in shown:
-        reach = f"{runs.tokens} of {args.seq_length} tokens for rotary embeddings"
-        results.up_to[" under ".join(about)] = reach
+    tokens = runs[0].args.seq_length
+    if rotates and tokens < args.seq_length and batch_probe.NAMES["rotary"] not in shown:
+        reach = f"{tokens} of {args.seq_length} tokens for rotary embeddings"
+        results.up_to[" under ".join(batch.about)] = reach

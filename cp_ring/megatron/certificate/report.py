@@ -36,10 +36,6 @@ class Probe:
             return math.inf
         return self.error / self.bound if self.bound else self.error
 
-    def of_rank(self, rank: int) -> Probe:
-        """Return this probe with the rank in `where`."""
-        return replace(self, where=f"rank {rank}{': ' * bool(self.where)}{self.where}")
-
     def rejection(self) -> str:
         """Return one line for a failed probe."""
         amount = (
@@ -75,7 +71,8 @@ class Certificate:
         self.not_covered = [*dict.fromkeys(self.not_covered)]
         worst: dict[tuple[str, str, str], Probe] = {}
         for rank, probes in enumerate(of_ranks):
-            for probe in (each.of_rank(rank) for each in probes):
+            for each in probes:
+                probe = replace(each, where=f"rank {rank}{': ' * bool(each.where)}{each.where}")
                 key = (probe.name, probe.layer, probe.mask)
                 worst[key] = max(worst.get(key, probe), probe, key=lambda each: each.badness)
         self.probes = list(worst.values())

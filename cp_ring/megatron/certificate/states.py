@@ -9,7 +9,6 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,20 +21,6 @@ from cp_ring.megatron.wrapping import loaded_modules, replaced
 from cp_ring.observe import watchdog
 
 _SCALE = "main_loss_backward_scale"
-_FRESH: dict[tuple[str, str], Any] = {
-    ("MTPLossLoggingHelper", "tracker"): dict,
-    ("DSAIndexerLossLoggingHelper", "tracker"): dict,  # one value for each layer of the first model
-    ("moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"): dict,
-    ("moe_logging", "_MOE_METRICS_TRACKER"): type(None),
-    ("training", "_seqlen_stats_in_iteration"): type(None),
-    ("training", "_seqlen_stats_active"): bool,
-    ("MTPLossAutoScaler", _SCALE): partial(torch.ones, ()),
-    ("DSAIndexerLossAutoScaler", _SCALE): type(None),
-    ("MoEAuxLossAutoScaler", _SCALE): type(None),
-}
-"""The places where Megatron collects values: classes and modules by name, with an attribute and the
-function that makes its first value.
-"""
 _SWITCHES: Any = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
@@ -50,11 +35,22 @@ def _collected() -> Iterator[tuple[Any, str, Any]]:
     """Yield where Megatron collects losses of predicted tokens, of experts and of indexers, and
     packed batches, each with a fresh value for the probes.
     """
+    fresh: dict[tuple[str, str], Any] = {  # of classes and modules by name, and their attributes
+        ("MTPLossLoggingHelper", "tracker"): {},
+        ("DSAIndexerLossLoggingHelper", "tracker"): {},  # a value for each layer of the first model
+        ("moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"): {},
+        ("moe_logging", "_MOE_METRICS_TRACKER"): None,
+        ("training", "_seqlen_stats_in_iteration"): None,
+        ("training", "_seqlen_stats_active"): False,
+        ("MTPLossAutoScaler", _SCALE): torch.ones(()),
+        ("DSAIndexerLossAutoScaler", _SCALE): None,
+        ("MoEAuxLossAutoScaler", _SCALE): None,
+    }
     for module in loaded_modules("megatron."):
         known = {**vars(module), module.__name__.rpartition(".")[2]: module}
-        for (owner, name), first in _FRESH.items():
+        for (owner, name), value in fresh.items():
             if hasattr(known.get(owner), name):
-                yield known[owner], name, first()
+                yield known[owner], name, value
 
 
 @contextmanager

@@ -65,27 +65,25 @@ def arguments_of_microbatch(batch: Batch) -> dict[str, Any]:
     return dict(sizes) | dict.fromkeys(off, False)
 
 
-def tiny_args(args: argparse.Namespace, kinds: list[LayerKind]) -> argparse.Namespace:
+def tiny_args(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> argparse.Namespace:
     """Return the job's arguments with the sizes of a tiny model and the first layers, which show
     each kind, in float32, without pipeline stages. `tiny_config` is the configuration of the model.
     """
-    config = transformer_config(args)
-    tiny = _tiny_config(args, config, kinds)
+    tiny, tokens = _tiny_config(args, config, kinds), max(kind.tokens for kind in kinds)
     changes = vars(tiny) | {
+        "seq_length": tokens,
         "vocab_size": VOCABULARY,
         "padded_vocab_size": VOCABULARY * args.tensor_model_parallel_size,
         "num_experts": tiny.num_moe_experts,
         # The table of positions keeps the job's length, because a microbatch of that length is
         # probed too.
-        "max_position_embeddings": max(args.seq_length or 0, *(kind.tokens for kind in kinds)),
+        "max_position_embeddings": max(args.seq_length or 0, tokens),
     }
     changes |= tiny_pattern(args, tiny.num_layers)
-    # a program may have fields of its own, such as the length of a batch row
-    own = copy.copy(config)
-    vars(own).update(vars(tiny))
     if hasattr(config, "per_block_parameters"):
-        own.per_block_parameters = [_one_block(config, tiny)] * tiny.num_layers
-    more = {"tiny_config": own, "attention_dtype": args.params_dtype}
+        changes["per_block_parameters"] = [_one_block(config, tiny)] * tiny.num_layers
+    # a program may have fields of its own, such as the length of a batch row
+    more = {"tiny_config": config, "attention_dtype": args.params_dtype}
     return with_changes(argparse.Namespace(**vars(args), **more), changes)
 
 
@@ -162,14 +160,14 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     return made(**{name: value for name, value in values.items() if name in fields})
 
 
-def with_changes(args: argparse.Namespace, changes: dict[str, Any]) -> argparse.Namespace:
-    """Return a copy of a tiny model's arguments with new values for the names in `changes` that
-    they have; the copy's configuration changes too.
+def with_changes(owner: Any, changes: dict[str, Any]) -> Any:
+    """Return a copy of arguments or a configuration with new values for the names in `changes` that
+    it has; the configuration of a tiny model's arguments changes too.
     """
-    changed, config = copy.copy(args), copy.copy(args.tiny_config)
-    for owner in (changed, config):
-        vars(owner).update({name: changes[name] for name in changes.keys() & vars(owner).keys()})
-    changed.tiny_config = config
+    changed = copy.copy(owner)
+    vars(changed).update({name: changes[name] for name in changes.keys() & vars(owner).keys()})
+    if hasattr(owner, "tiny_config"):
+        changed.tiny_config = with_changes(owner.tiny_config, changes)
     return changed
 
 
@@ -264,7 +262,7 @@ def attention_layers(model: Any) -> list[Any]:
     return [module for module, core in cores if core and not type(core).__name__.startswith("DSA")]
 
 
-def core_classes(args: argparse.Namespace, kinds: list[LayerKind]) -> dict[int, Any]:
+def core_classes(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> dict[int, Any]:
     """Return the class of the core attention of the first layer of each of `kinds`, by its number.
     Without --cp-ring it is found in a tiny model.
     """
@@ -272,7 +270,7 @@ def core_classes(args: argparse.Namespace, kinds: list[LayerKind]) -> dict[int, 
         from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
         return {kind.layer: RingDotProductAttention for kind in kinds}
-    tiny = tiny_args(args, kinds)
+    tiny = tiny_args(args, config, kinds)
     with group_of_this_rank() as alone, arguments_in_force(tiny, one_stage(alone)):
         cores = [layer.core_attention for layer in attention_layers(build(tiny))]
     names = sorted({type(core).__name__ for core in cores})
@@ -329,12 +327,12 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state: dict[str, Any] = {}
     for name, group in vars(parallel_state).items():
-        if not isinstance(group, dist.ProcessGroup) or "GLOO" in name:
+        words = {*name.split("_")}
+        if not isinstance(group, dist.ProcessGroup) or "GLOO" in words:
             continue
-        expert = "EXPERT" in name
-        if whole or expert or "PIPELINE" in name or "EMBEDDING" in name:
-            of_experts = data if expert and "DATA" in name and not whole else alone
-            state[name] = tensor if "TENSOR" in name else of_experts
+        if whole or words & {"EXPERT", "PIPELINE", "EMBEDDING"}:
+            of_experts = data if words >= {"EXPERT", "DATA"} and not whole else alone
+            state[name] = tensor if "TENSOR" in words else of_experts
     for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
         state[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
     virtual = ("RANK", "WORLD_SIZE")
