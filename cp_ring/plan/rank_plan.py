@@ -64,8 +64,8 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         _messages(grads_leaving, "receiver", "sender", cp, grads),
         _messages(grads_arriving, "sender", "sender", cp, grads),
     )
-    indices = sorted(set(tile_hop.tolist()).union(*messages))
-    ends = np.searchsorted(tile_hop, [indices, np.add(indices, 1)])
+    indices = np.array(sorted(set(tile_hop.tolist()).union(*messages)), np.int64)
+    ends = np.searchsorted(tile_hop, np.stack([indices, indices + 1]))
     hops = [
         Hop(
             index,
@@ -78,7 +78,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             grad_sends[index],
             grad_receives[index],
         )
-        for index, start, end in zip(indices, *ends.tolist(), strict=True)
+        for index, start, end in zip(*np.vstack([indices, ends]).tolist(), strict=True)
     ]
     return RankPlan(
         rank,
