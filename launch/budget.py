@@ -79,7 +79,7 @@ ROOMS = (
     room("options and choices", 4_000, 2_500, """cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 740, "cp_ring/megatron/newest_checkpoint.py"),
-    room("certificate", 15_500, 16_870, "cp_ring/megatron/certificate"),
+    room("certificate", 15_500, 17_000, "cp_ring/megatron/certificate"),
     room("patches", 10_000, 9_860, "patches"),
     room("train", 3_500, 3_580, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
@@ -96,9 +96,9 @@ ROOMS = (
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
     room("ring 1: the library", 107_000, 107_420, _LIBRARY),
-    room("ring 2: Megatron", 67_000, 69_060, _ADAPTER),
+    room("ring 2: Megatron", 67_000, 69_190, _ADAPTER),
     room("ring 3: tools", 22_000, 22_100, "cp_ring/tools"),
-    room("all", 196_000, 198_580, "cp_ring patches"),
+    room("all", 196_000, 198_710, "cp_ring patches"),
     room("tests", 220_000, 244_050, "tests"),
 )
 """Several rooms together, and the tests."""

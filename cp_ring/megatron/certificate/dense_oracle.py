@@ -7,6 +7,7 @@ and values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cp_ring.plan.mask import Mask
-from cp_ring.testing.oracle import dense
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,17 @@ def attend(
     q [b, s, h, d], k [b, n, g, d], v [b, n, g, e], allowed bool [b, s, n], sink [h].
     """
     q, k, v = (x.double() for x in (q, k, v))
-    return dense(q, k, v, allowed[:, None], scale, sink)[0]
+    shared = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(shared, 2) for x in (k, v))
+    allowed = allowed[:, None]
+    blind = ~allowed.any(3, keepdim=True)
+    scores = torch.einsum("bshd,bnhd->bhsn", q, k) * scale
+    scores = scores.masked_fill(~(allowed | blind), -math.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sink is not None:
+        total = torch.logaddexp(total, sink.double()[:, None, None])
+    weight = (scores - total).exp().masked_fill(blind, 0.0)
+    return torch.einsum("bhsn,bnhe->bshe", weight, v)
 
 
 def attend_whole_rows(
