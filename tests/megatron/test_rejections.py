@@ -127,6 +127,10 @@ def test_what_is_accepted(flags):
     [
         (f"{PLAN} --cp-ring-schedule 0,1,2,2", "4 hops for 2 ranks"),
         (
+            "--context-parallel-size 4 --cp-comm-type all_gather --cp-ring-slot-shards 2",
+            "a hop has 3 sources, but --cp-ring-slot-shards is 2",
+        ),
+        (
             "--context-parallel-size 2 --cp-ring-heads 2 --num-attention-heads 3 --hidden-size 48",
             "--cp-ring-heads 2 does not divide the 3 query heads",
         ),

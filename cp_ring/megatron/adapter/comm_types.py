@@ -13,7 +13,6 @@ Nothing heavy is imported here: the flags are checked before torch and Megatron 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cp_ring.errors import ConfigError, PlanError
@@ -43,9 +42,8 @@ def spec_of_layer(
         raise ConfigError(
             f"--cp-comm-type {kind} is unknown: give {', '.join(_TYPES[:-1])} or {_TYPES[-1]}"
         )
-    spec = PlanSpec(settings.layout, settings.route)
-    if cp == 1:
-        return spec
+    if cp == 1:  # the ring of one rank, whatever the flags say of others
+        kind, heads = "p2p", 1
     if heads != 1 and kind != "p2p":
         raise ConfigError(
             f"--cp-comm-type {kind} and --cp-ring-heads {heads} both set the Ulysses degree: leave "
@@ -62,18 +60,18 @@ def spec_of_layer(
                 f"--cp-comm-type all_gather is --cp-ring-schedule gather, not {schedule}: leave "
                 "out one of the two"
             )
-        return replace(spec, schedule="gather")
+        schedule = "gather"
     sizes = asked.hierarchical_context_parallel_sizes
-    members = {"p2p": heads, "a2a": cp}.get(kind) or _first_of(sizes, cp)
+    of_kind = {"p2p": heads, "all_gather": 1, "a2a": cp}
+    members = of_kind.get(kind) or _first_of(sizes, cp)
     _check_heads(kind, members, asked, tp)
-    if members == cp:
-        return replace(spec, ulysses=members, slot_shards=settings.slot_shards)
+    schedule = schedule if members < cp else "auto"
     try:
         resolve(schedule, cp // members, settings.slot_shards)
     except PlanError as error:
         line = str(error).replace("schedule ", "--cp-ring-schedule ", 1)
         raise ConfigError(line.replace("slot_shards", "--cp-ring-slot-shards")) from None
-    return replace(spec, schedule=schedule, ulysses=members, slot_shards=settings.slot_shards)
+    return PlanSpec(settings.layout, settings.route, schedule, members, settings.slot_shards)
 
 
 def _first_of(sizes: list[int] | None, cp: int) -> int:
