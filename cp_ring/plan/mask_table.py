@@ -36,9 +36,6 @@ from cp_ring.plan.tiles import (
     split_at_edges,
 )
 
-PRIME = (1 << 31) - 1
-"""The field in which the pairs of masks are added up: products fit into int64."""
-BASES = np.array([[1_342_577_881, 709_615_403], [1_893_204_769, 265_871_327]])  # any numbers
 ONE_RUN = np.zeros((2, 1), np.int64)
 """The segments of a stream whose positions are places."""
 
@@ -172,12 +169,15 @@ class MaskTable:
 
     @cached_property
     def digest(self) -> str:
-        """A string that is equal for masks with equal pairs and positions, whatever their names."""
+        """A string that is equal for masks with the same positions and pieces, in any order and
+        whatever their names. A mask whose pieces are cut in other ways may have another.
+        """
         start, position = self.segments
         breaks = np.append(True, np.diff(position - start) != 0)
         runs = np.stack([start, position])[:, breaks]
-        sums = _pairs_sums(self.pieces.trimmed())
-        return digest(f"{self.n} ".encode(), sums.tobytes(), runs.tobytes())
+        pieces = self.pieces.trimmed()
+        pieces, _ = coalesce(pieces, np.zeros(len(pieces), np.int64))
+        return digest(f"{self.n} ".encode(), pieces.data.tobytes(), runs.tobytes())
 
     @property
     def positions(self) -> Ints:
@@ -242,36 +242,6 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
         )
     start, _ = runs(np.diff(values) != 1, n)
     return np.stack([start, values[start]])
-
-
-def _pairs_sums(pieces: Tiles) -> Ints:
-    """Return for each (u, v) of `BASES` the sum of u^q (v^(k + 1) - v^k) over the pairs (q, k) of
-    fitted pieces, times (u v - 1) (u - 1), modulo `PRIME`. It does not depend on how the pairs are
-    cut into pieces.
-
-    Of each query the keys from b up to e add u^q (v^e - v^b). Along a side of a piece these are
-    geometric sums, of which only the ends count: sides of constant b or e, and those of a band.
-    """
-    q0, q1, k0, k1, lo, hi = pieces.data
-    low, high = np.clip([k0 - lo, k1 - 1 - hi], q0, q1)  # the queries at which bands meet k0 and k1
-    upper, lower = np.minimum([q0 + hi, high + hi], k1 - 1) + 1, np.maximum([low + lo, q1 + lo], k0)
-    queries = q1, q0, high, low, high, low, q0, q1
-    keys = k1, k0, upper[1], lower[0], k1, k0, upper[0], lower[1]
-    exponent, step = np.array([queries, keys]), BASES[..., None]
-    powers = np.ones((len(BASES), *exponent.shape), np.int64)
-    while exponent.any():
-        table = np.ones_like(step)
-        for _ in range(8):
-            table = np.concatenate([table, table * step % PRIME], axis=2)
-            step = step * step % PRIME
-        powers *= table[:, [[[0]], [[1]]], exponent & 255]
-        powers %= PRIME
-        exponent >>= 8
-    ends = (powers.prod(1) % PRIME).sum(2).reshape(-1, 4, 2).sum(2)
-    flat, band = ((ends[:, :2] - ends[:, 2:]) % PRIME).T
-    u, v = BASES.T
-    sums: Ints = ((u * v - 1) % PRIME * flat + (u - 1) * band) % PRIME
-    return sums
 
 
 def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints:
