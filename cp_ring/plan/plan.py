@@ -43,7 +43,8 @@ class PlanSpec:
 
     layout: which rank holds which tokens, a name in `LAYOUTS` or a `Layout`.
     route, schedule, ulysses, slot_shards: as in `Plan.build`.
-    choice: under these conditions the `ulysses` of least predicted time is chosen.
+    choice: under these conditions the `ulysses` of least predicted time is chosen; of times that
+    differ by less than a hundredth, the smallest number.
     """
 
     layout: Layout | str = "zigzag"
@@ -62,26 +63,6 @@ class PlanSpec:
             raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
         return LAYOUTS[layout](mask, cp)
 
-    def settled(self, mask: Mask, cp: int) -> PlanSpec:
-        """The spec of a mask with a `Layout` for the name and a number of heads for the choice: of
-        times that differ by less than a hundredth, the smallest number.
-
-        Raises `PlanError` as `build` does.
-        """
-        return self._settled(mask, cp)[0]
-
-    def _settled(self, mask: Mask, cp: int) -> tuple[PlanSpec, Plan | None]:
-        """Return the `settled` spec, and its plan if that was made to choose it."""
-        spec = replace(self, layout=self.layout_of(mask, cp), choice=None)
-        if self.choice is None:
-            return spec, None
-        ways = [replace(spec, ulysses=heads) for heads in self.choice.heads_to_try(cp)]
-        if len(ways) == 1:
-            return ways[0], None
-        plans = [way.build(mask, cp) for way in ways]
-        best = least([plan.time(self.choice).both for plan in plans])
-        return ways[best], plans[best]
-
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what
         this rank's part needs.
@@ -89,10 +70,13 @@ class PlanSpec:
         Raises `PlanError` if mask, ranks and spec do not fit together.
         """
         expect("mask", mask, Mask)
-        if self.choice is not None:
-            spec, made = self._settled(mask, cp)
-            return made if made and rank is None else spec.build(mask, cp, rank)
         layout = self.layout_of(mask, cp)
+        if self.choice is not None:
+            degrees, spec = self.choice.heads_to_try(cp), replace(self, layout=layout, choice=None)
+            ways = [replace(spec, ulysses=heads) for heads in degrees]
+            plans = [way.build(mask, cp) for way in ways] if len(ways) > 1 else []
+            best = least([plan.time(self.choice).both for plan in plans]) if plans else 0
+            return plans[best] if plans and rank is None else ways[best].build(mask, cp, rank)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
         route = ROUTES[self.route]

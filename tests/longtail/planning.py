@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from dataclasses import replace
 
 import numpy as np
 
@@ -32,7 +31,8 @@ def costs(cp: int, seed: int) -> tuple[float, ...]:
 
     layout = Layout.balanced(mask, cp)
     of_layout = ms()
-    spec = replace(PlanSpec(layout), choice=Conditions()).settled(mask, cp)
+    chosen = PlanSpec(layout, choice=Conditions()).build(mask, cp)
+    spec = PlanSpec(layout, ulysses=chosen.ulysses)
     of_heads = ms()
     plan = spec.build_rank_plan(mask, cp, cp // 3)
     of_plan = ms()

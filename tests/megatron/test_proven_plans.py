@@ -32,11 +32,8 @@ def test_the_plan_that_a_rank_makes_of_a_packed_microbatch_is_proven(monkeypatch
     whole = spec.build(mask, CP)
     assert own.digest == whole.rank_plan(1).digest
     microbatch_mask._proven.clear()
-    monkeypatch.setattr(
-        PlanSpec,
-        "build_rank_plan",
-        lambda self, mask, cp, rank: replace(self.build(mask, cp).rank_plan(0), rank=rank),
-    )
+    of_another = replace(whole.rank_plan(0), rank=1)
+    monkeypatch.setattr(Plan, "proven_part", lambda self, rank: of_another)
     with pytest.raises(PlanError, match="rank"):
         microbatch_mask._make_plan(mask, spec, CP, 1, kind)
 

@@ -58,10 +58,10 @@ def test_time_by_hand():
 
 def test_heads_are_chosen_where_links_between_nodes_are_slow():
     given = Conditions()
-    near = PlanSpec(choice=given).settled(Mask.causal(1 << 17), 8)
+    near = PlanSpec(choice=given).build(Mask.causal(1 << 17), 8)
     assert near.ulysses == 1, "the ring hides inside a node"
     short = Mask.full(1 << 15)
-    far = PlanSpec(choice=given).settled(short, 16)
+    far = PlanSpec(choice=given).build(short, 16)
     assert far.ulysses > 1 and given.heads_to_try(16) == [1, 2, 4, 8]
     chosen, alone = (PlanSpec(ulysses=heads).build(short, 16) for heads in (far.ulysses, 1))
     assert chosen.time(given).both < alone.time(given).both

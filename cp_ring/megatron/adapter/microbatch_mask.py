@@ -141,9 +141,9 @@ def _make_plan(
     """Return the plan of one rank, proven. The plan of all ranks is proven for the first mask of
     each `kind`, whose plans are similar.
     """
-    spec = spec.settled(mask, cp)
-    kind = (*kind, spec.ulysses)
-    own = spec.build_rank_plan(mask, cp, rank)
+    plan = spec.build(mask, cp, rank)
+    own, spec = plan.proven_part(rank), replace(spec, ulysses=plan.ulysses, choice=None)
+    kind = (*kind, plan.ulysses)
     if kind not in _proven:
         # not cached, because the next microbatch has another mask
         whole = spec.build(mask, cp)
