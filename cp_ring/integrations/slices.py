@@ -27,7 +27,7 @@ def pieces_of(
 ) -> Ints:
     """Return the pieces of slices, int64 [slices, 6]; see `Mask.from_ranges`."""
     queries, keys = range_pairs(q_ranges, "q_ranges"), range_pairs(k_ranges, "k_ranges")
-    kinds = _types_of_slices(types, len(queries))
+    kinds = [*types] if np.ndim(types) else [types] * len(queries)
     if not len(queries) == len(keys) == len(kinds):
         raise PlanError(
             f"{len(queries)} q_ranges, {len(keys)} k_ranges and {len(kinds)} types: give one "
@@ -39,19 +39,11 @@ def pieces_of(
     return np.stack([q0, q1, k0, k1, lo, hi], 1)
 
 
-def _types_of_slices(types: Any, slices: int) -> list[object]:
-    """Return one type for each slice, given one for all or a list, an array or a tensor of them."""
-    if hasattr(types, "detach"):
-        types = types.detach().cpu().numpy()
-    several = isinstance(types, Sequence | np.ndarray) and not isinstance(types, str)
-    return list(types) if several else [types] * slices
-
-
 def _number_of(kind: object) -> int:
     """Return the number of a type of slice, given its name, its number or a member of an enum."""
     kind = getattr(kind, "value", kind)
     for number, name in enumerate(_SLICES):
-        if kind == name or (isinstance(kind, int | np.integer) and kind == number):
+        if kind in (name, number):
             return number
     numbered = ", ".join(f"{name} ({number})" for number, name in enumerate(_SLICES))
     raise PlanError(f"type {kind!r} of a slice is not known: known are {numbered}")
