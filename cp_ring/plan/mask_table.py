@@ -25,6 +25,7 @@ from cp_ring.plan.ranges import (
     integer,
     integers,
     runs,
+    sort_index,
     stream_length,
     window_of,
 )
@@ -176,7 +177,7 @@ class MaskTable:
         breaks = np.append(True, np.diff(position - start) != 0)
         runs = np.stack([start, position])[:, breaks]
         pieces = self.pieces.trimmed()
-        pieces, _ = coalesce(pieces, np.zeros(len(pieces), np.int64))
+        pieces = pieces[sort_index(pieces.q0, pieces.k0)]
         return digest(f"{self.n} ".encode(), pieces.data.tobytes(), runs.tobytes())
 
     @property

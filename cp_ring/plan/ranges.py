@@ -20,6 +20,9 @@ MAX_TOKENS = 1 << 30
 with room to spare.
 """
 
+FEW = 1024
+"""Fewer numbers are sorted at once: to look at each key first would take longer."""
+
 
 def integer(value: object, what: str) -> int:
     """Return `value` as an int. Raises `PlanError` if it is not a whole number: nothing is rounded,
@@ -149,9 +152,11 @@ def short(values: np.ndarray) -> str:
 
 def sort_index(*keys: Ints) -> Ints | slice:
     """Return the index that sorts by the non-negative `keys`, the most significant first;
-    `slice(None)` if they are sorted already.
+    `slice(None)` if many are sorted already.
     """
     key = keys[0]
+    if len(key) < FEW:
+        return np.lexsort(keys[::-1])
     for minor in keys[1:]:
         span = int(minor.max(initial=0)) + 1
         if (int(key.max(initial=0)) + 1) * span > np.iinfo(np.int64).max:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
-from textwrap import shorten
 
 import numpy as np
 
@@ -139,10 +138,9 @@ def identity(plan: PlanTables) -> tuple[Fact, ...]:
     The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan`
     makes one rank's share of the tables only.
     """
-    words = shorten(str(plan.schedule), 80, placeholder=" ...")
     return (
         Fact("mask", plan.mask.digest, repr(plan.mask)),
         Fact("layout", plan.layout.digest, repr(plan.layout)),
         Fact("route", repr(plan.route), plan.route),
-        Fact("schedule", repr(plan.schedule), words),
+        Fact("schedule", repr(plan.schedule), f"{plan.schedule!r:.80}"),
     )

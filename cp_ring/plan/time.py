@@ -237,7 +237,7 @@ class Traffic:
         """Return the time with this schedule. `links` are the seconds in which the keys and the
         gradients of each hop travel, [cp, cp], unless they go straight to their readers.
         """
-        given, first = self.given, np.flatnonzero(np.diff(hops, prepend=-1))
+        given, first = self.given, np.searchsorted(hops, np.arange(hops[-1] + 1))
         own, rates = given.sizes.of_rank(self.heads), given.rates
         groups = given.groups(self.heads)
         if links is None:
@@ -255,16 +255,15 @@ class Traffic:
             [results * own.out_width, results * own.query_width + read * own.key_width]
         )
         of_merge = rates.merging / rates.memory * (own.element + 8)  # a part, and float32 twice
-        of_calls = np.array([rates.call, rates.packed]) * groups
-        calls = np.tensordot(of_calls, np.maximum.reduceat(self.calls, first, 3).sum(1), 1)
+        calls, packed = np.maximum.reduceat(self.calls, first, 3).sum(1) * groups
         # one processor computes the longest blocks of its heads, a group after another
         alone = rates.processors * groups / (own.batch * own.heads)
         longest = np.maximum.reduceat(self.longest, first, 2) * alone
         of_pair = given.pair_seconds(self.heads)
         decoding = np.divide(own.decode_flops, (rates.forward, rates.backward))
         of_pairs, of_keys = (np.reshape(each, (2, 1, 1)) for each in (of_pair, decoding))
-        compute = np.maximum(pairs, longest) * of_pairs + read * of_keys + calls
-        compute += merged * of_merge
+        compute = np.maximum(pairs, longest) * of_pairs + read * of_keys + merged * of_merge
+        compute += calls * rates.call + packed * rates.packed
         live = compute[0] + moving.sum(0) > 0
         live[:, 0] = True
         # a rank skips hops without work and messages; backward has a stage more
@@ -274,9 +273,9 @@ class Traffic:
         there, back, keys, gradients = tables
         back[:, 0] /= 2
         back[np.arange(len(back)), hops_of_rank] += back[:, 0]
-        keys = np.roll(keys, -1, 1)
-        compute = np.stack([there, back])
-        moving = np.stack([keys, keys + np.roll(gradients, 1, 1)])
+        compute, moving = np.stack([there, back]), np.zeros((2, *keys.shape))
+        moving[..., :-1] = keys[:, 1:]
+        moving[1, :, 1:] += gradients[:, :-1]
         tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
         forward, backward = (
             given.exchange(tokens, self.heads, float(device))
@@ -318,12 +317,12 @@ class Traffic:
         for ratio in AHEAD:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < cp:
-                many = (brought[:, begin + 1 :] - brought[:, begin, None] > most).any(0)
-                end = begin + max(1, int(np.append(many, True).argmax()))
+                fits = (brought[:, begin + 1 :] - brought[:, begin, None] <= most).all(0)
+                end = begin + max(1, int(fits.sum()))
                 if ratio < np.inf:
                     moved = self._moving[..., begin + 1 : end + 1] - self._moving[..., begin, None]
-                    late = (moved.max(0) > ratio * behind[:, None]).any(0)
-                    end = begin + max(1, int(np.append(late, True).argmax()))
+                    hides = (moved.max(0) <= ratio * behind[:, None]).all(0)
+                    end = begin + max(1, int(hides.sum()))
                 hops += [hops[-1] + 1] * (end - begin)
                 behind, begin = worked[:, end] - worked[:, begin], end
             yield tuple(hops)
