@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -137,13 +136,6 @@ def unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
-
-
-def takes(model: Any, name: str) -> bool:
-    """Return True if the forward of a model, wrapped or not, has a parameter `name`."""
-    model = unwrapped(model)
-    known = inspect.signature(getattr(model, "forward", model)).parameters
-    return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:

@@ -1,7 +1,7 @@
 """Defines every setting of a job once: its name, default, values, and effect.
 
-Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the tables of flags are all
-made from this one dataclass. It extends the settings of attention calls.
+Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the table of keys are all made
+from this one dataclass. It extends the settings of attention calls.
 """
 
 from __future__ import annotations
@@ -200,14 +200,13 @@ class Options(Settings, CallSettings):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every setting as a flag. `from_args` checks the values later, so that errors are one
         clear line.
-
-        With `hidden` the parser's help does not list them.
         """
         group = parser.add_argument_group(
             title="cp_ring", description="ring attention for context parallelism"
         )
         for name, field in SETTINGS.items():
-            known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
+            names = option_values.choices_of(field)
+            known = f"; one of {', '.join(names)}" if names else ""
             shown = f"{field.metadata['text']} (default: {field.default}{known})"
             shown = shown.replace("%", "%%")
             options: dict[str, Any] = {
@@ -237,19 +236,6 @@ class Options(Settings, CallSettings):
         return shown[shown.index("cp_ring:") :]
 
     @classmethod
-    def table(cls) -> list[dict[str, str]]:
-        """Return one entry per flag: flag, default, values, and effect."""
-        return [
-            {
-                "flag": cls.flag(name),
-                "default": "off" if field.default is False else str(field.default) or "none",
-                "values": ", ".join(choices(name)) or option_values.KINDS[str(field.type)][1],
-                "what it does": field.metadata["text"],
-            }
-            for name, field in SETTINGS.items()
-        ]
-
-    @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
         """Read the flags that `add_arguments` added from a parsed namespace."""
         parsed = vars(args)
@@ -272,13 +258,6 @@ SETTINGS: dict[str, Field[Any]] = {
     **_OF_CALLS,
 }
 """The fields of `Options` by name."""
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """Return the names that a setting accepts; () if it is not a choice. Kernels, layouts and
-    routes are the ones registered so far.
-    """
-    return option_values.choices_of(SETTINGS[name])
 
 
 def _dest(name: str) -> str:

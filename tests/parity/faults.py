@@ -68,7 +68,7 @@ def _scale_of_head_size(attention_of, plan, group, options, inputs):
     return attention_of(plan, group, dataclasses.replace(options, softmax_scale=scale), inputs)
 
 
-def _positions_of_another_split(shard, batch, rank, cp):
+def _positions_of_another_split(shard, batch, rank, cp, carried):
     return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
 
 

@@ -44,16 +44,13 @@ class Documents(MicrobatchMask):
         return of_offsets(offsets, offsets, cp, split, batch)
 
     @classmethod
-    def in_thd(
-        cls, packed: Any, tokens: int, cp: int, ring: RingConfig = RingConfig()
-    ) -> Documents:
+    def in_thd(cls, packed: Any, tokens: int, cp: int, split: Split | None = None) -> Documents:
         """Return the documents of Megatron's `PackedSeqParams` with qkv_format thd; each of `cp`
         ranks holds `tokens` tokens.
 
-        Each document is split over the ranks separately (per-document zigzag). With
-        `ring.whole_rows`, all documents together are split as one sequence, by its layout. Raises
-        `ConfigError` if the parameters contradict each other or the tensors, and for cross
-        attention.
+        `split` splits all documents together, as one sequence; without it each document is split
+        over the ranks separately (per-document zigzag). Raises `ConfigError` if the parameters
+        contradict each other or the tensors, and for cross attention.
         """
         if packed.qkv_format != "thd":
             raise ConfigError(
@@ -87,8 +84,7 @@ class Documents(MicrobatchMask):
                 f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of "
                 f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
-        together = ring.whole_rows or cp == 1
-        return of_offsets(real.tobytes(), padded.tobytes(), cp, ring.split if together else None)
+        return of_offsets(real.tobytes(), padded.tobytes(), cp, split)
 
 
 @dataclass(kw_only=True)
@@ -185,7 +181,7 @@ def documents_of(
     if packed is None:
         return Documents.in_rows(np.arange(batch + 1) * shape[1] * cp, batch, cp, ring.split)
     if not isinstance(packed, DocumentParams):
-        return Documents.in_thd(packed, tokens, cp, ring)
+        return Documents.in_thd(packed, tokens, cp, ring.split_of_packed)
     documents = packed.documents
     if documents.layout.n != tokens * cp or documents.layout.cp != cp:
         raise ConfigError(
@@ -246,9 +242,10 @@ def of_offsets(
     starts = np.frombuffer(padded, np.int64)
     length = np.diff(np.frombuffer(real, np.int64))
     n = int(starts[-1]) // batch
-    if split is None:
+    if split is None and cp > 1:
         layout = Layout.per_document_zigzag(starts, cp)
     else:
+        split = split or Split()
         rows = []
         for first in range(0, n * batch, n):
             edges = np.unique(starts[(starts >= first) & (starts <= first + n)] - first)
