@@ -24,8 +24,7 @@ from cp_ring.megatron.flags.checks_job import HERE, JOB
 from cp_ring.megatron.flags.layer_pattern import attention_layers, letters_of, pattern_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.megatron.settings import configure
-from cp_ring.runtime import RUNTIME
+from cp_ring.megatron.settings import configure, current
 
 _CPU_SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -57,8 +56,10 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             # ring attention does not need these s x s booleans
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
-        options = _with_chosen_wire(args, _with_named_type(args, options, sys.argv[1:]))
-        options = with_way(args, options)
+        if options.wire == "auto":  # Megatron may parse its flags again after the choice
+            args.cp_ring_wire = current().wire
+            options = replace(options, wire=args.cp_ring_wire)
+        options = with_way(args, _with_named_type(args, options, sys.argv[1:]))
         args.cp_ring_recurrent = options.recurrent
         configure(options, windows=windows_of(args) if options.enabled else None)
     return args
@@ -77,8 +78,8 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
 
                 wire = choose_wire(args, options)
             if options.wire == "auto":
-                _chosen[tuple(sys.argv)] = wire
-            options = _with_chosen_wire(args, options)
+                args.cp_ring_wire = wire
+                options = replace(options, wire=wire)
             configure(options)
             prefer_messages(args)
             note_loss(args, options)
@@ -182,18 +183,6 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
         )
     windows = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
     return tuple((its, count) for its, count in windows if count)
-
-
-_chosen: dict[tuple[str, ...], str] = RUNTIME.keep({})
-"""The chosen wire codec by command line."""
-
-
-def _with_chosen_wire(args: argparse.Namespace, options: Options) -> Options:
-    """Return the settings with the codec that was already chosen for this command line, because
-    Megatron parses it more than once.
-    """
-    args.cp_ring_wire = _chosen.get(tuple(sys.argv), options.wire)
-    return replace(options, wire=args.cp_ring_wire)
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
