@@ -252,12 +252,11 @@ class Options(Settings, CallSettings):
         return line
 
 
-_OF_CALLS = {each.name: each for each in fields(CallSettings)}
 SETTINGS: dict[str, Field[Any]] = {
-    **{each.name: each for each in fields(Options) if each.name not in _OF_CALLS},
-    **_OF_CALLS,
+    each.name: each
+    for each in sorted(fields(Options), key=lambda each: hasattr(CallSettings, each.name))
 }
-"""The fields of `Options` by name."""
+"""The fields of `Options` by name; those of calls come last."""
 
 
 def _dest(name: str) -> str:
