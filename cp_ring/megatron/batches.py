@@ -153,14 +153,9 @@ def _in_one_stream(rows: torch.Tensor) -> torch.Tensor:
     """Return the offsets of documents, int32 [documents + 1], of batch rows [b, m] one after
     another, as Megatron joins them: without what fills a row up, -1 or its length again.
     """
-    parts = [torch.zeros(1, dtype=torch.int32)]
-    start = 0
-    for row in rows.reshape(-1, rows.shape[-1]):
-        n = int(row.max())
-        first = int((row == n).nonzero()[0])
-        parts.append(row[1 : first + 1] + start)
-        start += n
-    return torch.cat(parts)
+    rows = rows.reshape(-1, rows.shape[-1])
+    starts = rows.max() * torch.arange(len(rows), dtype=rows.dtype)
+    return (rows + starts[:, None])[rows >= 0].unique()
 
 
 def group_of_size(size: int, cp_group: Any) -> Any:

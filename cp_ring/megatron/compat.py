@@ -8,11 +8,11 @@ come before Megatron.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +113,13 @@ def has_transformer_engine() -> bool:
     )
 
 
-@contextlib.contextmanager
-def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
+def logits_without_te(args: argparse.Namespace) -> AbstractContextManager[None]:
     """Clear the request for attention logits in `args` within the block, if TransformerEngine is
     missing. Megatron rejects the request then, but ring attention does not need TransformerEngine
     for it.
     """
     names = () if has_transformer_engine() else ("qk_clip", "log_max_attention_logit")
-    with replaced(*((args, name, False) for name in names)):
-        yield
+    return replaced(*((args, name, False) for name in names))
 
 
 def within(versions: str, version: str | None = None) -> bool:

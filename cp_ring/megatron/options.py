@@ -24,16 +24,13 @@ MASK_KINDS = (
 
 
 class OptionError(ConfigError):
-    """Raised for a value that a setting cannot have; its one line names the flag."""
-
-    def __init__(self, name: str, value: Any, problem: str) -> None:
-        super().__init__(name, value, problem)
-        self.name = name
-        self.value = value
-        self.problem = problem
+    """Raised for a value that a setting cannot have, as (name, value, problem); its one line names
+    the flag.
+    """
 
     def __str__(self) -> str:
-        return f"{Options.flag(self.name)} {self.value!r}: {self.problem}"
+        name, value, problem = self.args
+        return f"{Options.flag(name)} {value!r}: {problem}"
 
 
 @dataclass(frozen=True)

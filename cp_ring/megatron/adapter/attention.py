@@ -187,11 +187,11 @@ class RingDotProductAttention(PlannedAttention):
         if packed:  # documents lie end to end; Megatron has no batch dimension
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
-        if attention_mask is not None:
-            self.check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params)
+        if attention_mask is not None:
+            self.check_batch_mask(attention_mask, mask, packed_seq_params, plan)
         inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
         out = self._attend(plan, group, inputs, step).flatten(2)
         return out.squeeze(1) if packed else out

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
 
 from cp_ring.comm.groups import choose_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
-from cp_ring.megatron.adapter.asked import layer_problem, window_problem
+from cp_ring.megatron.adapter.asked import layer_problem, window_of_layer, window_problem
 from cp_ring.megatron.adapter.comm_types import spec_of_layer
 from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.documents import (
@@ -163,10 +162,10 @@ class PlannedAttention(MegatronModule):
         return with_choice(spec, kind, self.ring, self.config, tp, group)
 
     def check_batch_mask(
-        self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any
+        self, attention_mask: torch.Tensor, mask: str, packed_seq_params: Any, plan: AnyPlan
     ) -> None:
         """Raise `ConfigError` unless the mask tensor is the declared causal mask of this rank's
-        `tokens`.
+        tokens in `plan`.
         """
         if packed_seq_params is not None or mask != "causal":
             declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
@@ -176,9 +175,7 @@ class PlannedAttention(MegatronModule):
             )
         from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
-        cp = self.cp_group.size()
-        layout = self.ring.split.layout_of(tokens * cp, cp)
-        accept_causal(attention_mask, layout, self.cp_group.rank())
+        accept_causal(attention_mask, plan.layout, self.cp_group.rank())
 
 
 @RUNTIME.cache(maxsize=64)
@@ -227,6 +224,4 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
             f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
             f"{layer_number}: give one entry for each layer"
         )
-    if is_layer_window_attention(window, frequency, layer_number):
-        return int(window[0]), int(window[1])
-    return -1, -1
+    return window_of_layer(config, layer_number)

@@ -38,7 +38,8 @@ class BalancedSampler:
     the rows of each step in balanced order.
 
     Args:
-        sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch.
+        sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch. All
+            ranks have equally many.
         microbatches: microbatches of a rank in a step.
         work: returns the work of rows, float64 [rows], by their numbers, int64 [rows].
     """
@@ -55,23 +56,19 @@ class BalancedSampler:
     def __iter__(self) -> Iterator[list[int]]:
         rank = self.sampler.data_parallel_rank
         ranks = _ranks(self.sampler)
-        streams = itertools.zip_longest(
+        streams = zip(
             *(
                 self.sampler if each == rank else _of_rank(self.sampler, each)
                 for each in range(ranks)
-            )
+            ),
+            strict=True,
         )
         # A sampler that restarts after the last row may do so within a step.
         while step := list(
             itertools.islice(streams, self.microbatches - self._given % self.microbatches)
         ):
             self._given += len(step)
-            whole = all(one is not None for one in itertools.chain(*step))
-            yield from (
-                self._ordered(step)[rank]
-                if whole
-                else [each[rank] for each in step if each[rank] is not None]
-            )
+            yield from self._ordered(step)[rank]
 
     def _ordered(self, step: list[tuple[list[int], ...]]) -> list[list[list[int]]]:
         """Balance the rows of a step: [microbatches, ranks, rows] as read to [ranks, microbatches,

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
-from cp_ring.megatron.adapter.asked import Asked, Check, recomputes_attention, reject_where
+from cp_ring.megatron.adapter.asked import (
+    Asked,
+    Check,
+    recomputes_attention,
+    reject_where,
+    window_of_layer,
+)
 from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import comm_types
@@ -172,17 +179,8 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     layers = attention_layers(args)
     if not layers:
         return None
-    window = getattr(args, "window_size", None)
-    every = getattr(args, "window_attn_skip_freq", None)
-    if window is None:
-        return (((-1, -1), len(layers)),)
-    narrow = len(layers)
-    if every is not None:
-        narrow = sum(
-            bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
-        )
-    windows = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
-    return tuple((its, count) for its, count in windows if count)
+    counts = Counter(window_of_layer(Asked(args), layer) for layer in layers)
+    return tuple(sorted(counts.items(), reverse=True))
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
