@@ -37,7 +37,7 @@ def _with_any_type(check: Function, config: Any) -> None:
     of the type of the other layers. Its own eager attention, which is replaced, requires it too.
     """
     kinds = config.cp_comm_type
-    sparse = getattr(config, "experimental_attention_variant", None) == "dsa"
+    sparse = config.experimental_attention_variant == "dsa"
     if sparse or config.transformer_impl == "local":
         kinds = ["all_gather"] * len(kinds) if isinstance(kinds, list) else "all_gather"
     with replaced((config, "cp_comm_type", kinds)):

@@ -192,7 +192,7 @@ def loss_function(
             fatal=True,
         )
     report = {"lm loss": torch.stack([loss.detach(), counted.to(loss.dtype)])}
-    if getattr(get_args(), "calculate_per_token_loss", False) and weight is not None:
+    if get_args().calculate_per_token_loss and weight is not None:
         return loss, _count(weight), report
     number = counted.ceil()  # Megatron divides the loss of this rank by it
     return loss * torch.where(counted > 0, number / counted, 1.0), number.to(torch.int), report
@@ -254,8 +254,8 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "tokenizer": build_tokenizer(args),
         "create_attention_mask": False,
         "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
-        "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
-        "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
     return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
@@ -267,7 +267,7 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """
     args = get_args()
     kind: type = MockGPTDataset if args.mock_data else GPTDataset
-    if getattr(args, "sft", False):
+    if args.sft:
         from cp_ring.megatron.data.sft import PackedConversations
 
         kind = PackedConversations

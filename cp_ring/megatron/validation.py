@@ -52,7 +52,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
         for name in LINEAR_HEADS:
             if count := getattr(args, name, None):
                 setattr(asked, name, count * Asked(args).cp)
-    sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
+    sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     with (
         # before Blackwell Megatron demands one connection, and several with sharded parameters
         _as_on_a_gpu("8" if sharded else "1"),

@@ -19,7 +19,8 @@ class ColumnParallelLinear(torch.nn.Module):
 
     def __init__(self, **config):
         super().__init__()
-        self.config = SimpleNamespace(sequence_parallel=False, **config)
+        fused = {"gradient_accumulation_fusion": False}
+        self.config = SimpleNamespace(sequence_parallel=False, **fused | config)
         self.weight = torch.nn.Parameter(torch.randn(HEADS * (KEY + VALUE), C))
 
     def forward(self, x):

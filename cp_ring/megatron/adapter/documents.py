@@ -57,7 +57,7 @@ class Documents(MicrobatchMask):
                 f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd only: "
                 "give thd"
             )
-        if getattr(packed, "local_cp_size", None) not in (None, cp):
+        if packed.local_cp_size not in (None, cp):
             raise ConfigError(
                 f"packed_seq_params.local_cp_size {packed.local_cp_size}: this layer runs on all "
                 f"{cp} context-parallel ranks; only attention and multi-token prediction run on "
@@ -137,8 +137,8 @@ def group_of_microbatch(packed: Any, group: Any) -> Any:
     """Return the group of ranks that share a microbatch: the one in `packed` (packed_seq_params),
     else `group`, the context-parallel one. None means this rank alone.
     """
-    size = getattr(packed, "local_cp_size", None)
-    own = getattr(packed, "cp_group", None)
+    size = packed and packed.local_cp_size
+    own = packed and packed.cp_group
     group = group or ALONE
     if own is None:
         own = ALONE if size == 1 else group

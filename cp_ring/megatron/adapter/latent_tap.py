@@ -54,7 +54,7 @@ class LatentTap:
         if type(module).__name__ == _WITH_NORM:
             latent = _normalized(latent, module)
         weight = module.weight
-        if getattr(module.config, "gradient_accumulation_fusion", False):
+        if module.config.gradient_accumulation_fusion:
             weight = _IntoMainGrad.apply(weight)
         by_head = weight.unflatten(0, (-1, key_dim + value_dim))
         return Latents(

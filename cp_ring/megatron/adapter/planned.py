@@ -64,7 +64,7 @@ class PlannedAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.ring = ring or in_force()
-        cp = getattr(config, "context_parallel_size", 1)
+        cp = config.context_parallel_size
         self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
         if self.cp_group.size() != cp:
             raise ConfigError(
@@ -161,14 +161,12 @@ class PlannedAttention(MegatronModule):
         spec = spec_of_layer(kind, self.ring, self.config, tp, group.size())
         return with_choice(spec, kind, self.ring, self.config, tp, group)
 
-    def check_batch_mask(
-        self, attention_mask: torch.Tensor, mask: str, packed_seq_params: Any, plan: AnyPlan
-    ) -> None:
+    def check_batch_mask(self, attention_mask: torch.Tensor, mask: str, plan: AnyPlan) -> None:
         """Raise `ConfigError` unless the mask tensor is the declared causal mask of this rank's
-        tokens in `plan`.
+        tokens in `plan`, which for documents is that of one rank.
         """
-        if packed_seq_params is not None or mask != "causal":
-            declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
+        if mask != "causal" or not isinstance(plan, Plan):
+            declared = f"the mask type {mask}" if isinstance(plan, Plan) else "the documents"
             raise ConfigError(
                 f"the batch holds an attention mask beside {declared}, which ring attention "
                 "computes itself: give --no-create-attention-mask-in-dataloader"
