@@ -113,28 +113,28 @@ def _probe_loss(
     Only the losses of tokens are compared if the ranks average means. The labels of tokens without
     a weight in the loss differ between the runs, and must change nothing.
     """
-    ours, truth = (run.train(batch, seed) for run in runs)
+    used, (ours, truth) = settings.current(), (run.train(batch, seed) for run in runs)
     masks = [batch.delivered(seed + i)["loss_mask"].to(own_device()) for i in range(MICROBATCHES)]
     hidden, wanted = (torch.cat([*map(batch.on_rank, each)]) for each in (masks, truth.losses))
     difference = (torch.cat(ours.losses) - wanted).masked_fill(hidden == 0, 0.0)
     # norm of the error over norm of the truth, of losses and gradients; attention may have 16 bits,
     # and matrix products on CUDA may round to TF32
-    fine = args.params_dtype == torch.float32 or settings.current().enabled
+    fine = args.params_dtype == torch.float32 or used.enabled
     of_losses, of_gradients = (1e-4, 1e-4) if fine and not wanted.is_cuda else (1e-2, 1e-1)
     # `auto` never chooses a codec that costs accuracy
-    wider = WIRES.get(settings.current().wire, WIRES["plain"]).widening
-    about, bound = ("tiny model", batch.mask), of_losses + wider
+    wider = WIRES.get(used.wire, WIRES["plain"]).widening
+    about = "tiny model", batch.mask
     place = f"worst at {worst_of(difference, batch.mine.repeat(len(masks), 1))}"
     error = float(difference.norm() / wanted.norm())
-    yield Probe("loss of each token", *about, error, bound, place)
-    sums = ours.sums and not settings.current().stock_loss_average
+    yield Probe("loss of each token", *about, error, of_losses + wider, place)
+    sums = ours.sums and not used.stock_loss_average
     if not (args.calculate_per_token_loss or sums):
         gap = "loss and gradients: the ranks average means, in which tokens weigh unlike"
         results.not_covered.append(gap)
         return
     place = f"{ours.loss:.6g}, at cp 1 {truth.loss:.6g}"
     error = abs(ours.loss - truth.loss) / (abs(truth.loss) or math.nan)  # NaN fails
-    yield Probe("loss", *about, error, bound, place)
+    yield Probe("loss", *about, error, of_losses + wider, place)
     bound = of_gradients + 10 * wider
     norms = {name: float(gradient.norm()) for name, gradient in truth.gradients.items()}
     least = 1e-2 * math.hypot(*norms.values())  # errors are relative to a norm of this size or more
