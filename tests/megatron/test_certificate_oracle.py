@@ -1,5 +1,7 @@
 """What the certificate judges by: drawn microbatches, weights of the loss, and the worst rank."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,8 @@ def test_a_drawn_microbatch_is_what_it_declares(mask):
     assert drawn.shape == item["tokens"].shape == (rows, 128) and len(drawn.rules) == rows
     assert torch.equal(item["tokens"][:, 1:], item["labels"][:, :-1])
     assert item["tokens"].unique().numel() == rows * 128
-    assert torch.cat(drawn.positions, 1).sort().values.tolist() == [[*range(128)]] * rows
+    places = torch.cat([*map(drawn.split.places, range(2))])
+    assert places.T.sort().values.tolist() == [[*range(128)]] * rows
     for rule, ids in zip(drawn.rules, item["position_ids"], strict=True):
         assert torch.equal(rule.positions, ids)
         assert (len(rule.pieces) > 1) == (mask != "causal")
@@ -54,10 +57,10 @@ def test_the_worst_rank_counts_and_nan_is_worst():
 def test_weights_of_the_loss_add_up_to_whole_numbers_on_each_rank_of_any_layout():
     """Of which Megatron's loss functions cut off fractions. Chunks may begin at odd tokens."""
     ranks = [torch.tensor([[*range(7), *range(20, 25)]]), torch.tensor([[*range(7, 20)]])]
+    split = SimpleNamespace(layout=SimpleNamespace(cp=2), places=lambda rank: ranks[rank].T)
     for kind in ("causal", "packed"):
         rules = [document_rule(25, [(0, 9), (9, 25)])]
-        drawn = Batch(kind, [], (1, 25), rules, None, ranks)
-        weights = drawn._factors(torch.Generator().manual_seed(3))
+        weights = Batch(kind, [], (1, 25), rules, None, split)._factors(3)
         assert weights.gt(0).sum() > 9 and weights.unique().numel() > 4
         for mine in ranks:
             assert weights.gather(1, mine).sum() % 1 == 0

@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,12 @@ from cp_ring.megatron.adapter.documents import (
     documents_of,
     thd_params,
 )
-from cp_ring.megatron.adapter.microbatch_mask import KEY
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, declared_rule, document_rule
 from cp_ring.plan.mask import Mask
-from cp_ring.plan.ranges import Ints
 
 VOCABULARY = 128
 TOKENS = ("input_ids", "tokens")
-DOCUMENTS = 4  # of a drawn batch row
-MOST_TOKENS = 1 << 20  # of a drawn microbatch
 PREFIX = "declared "  # of the kinds of `mask_kinds` in the certificate, as in `declared tree`
 
 
@@ -52,7 +50,7 @@ class Batch:
         shape: (b, n).
         rules: the mask rule of each batch row; packed documents are one row.
         packed: the `packed_seq_params` of layers, or None if every batch row is one document.
-        positions: the indices in their batch rows of each rank's tokens, int64 [rows, s].
+        split: the `MicrobatchMask` that says which tokens a rank holds.
     """
 
     mask: str
@@ -60,38 +58,44 @@ class Batch:
     shape: tuple[int, int]
     rules: list[MaskRule]
     packed: Any
-    positions: list[Tensor]
+    split: MicrobatchMask
 
     @property
     def about(self) -> tuple[str, str]:
         """What probes of this microbatch are called: its size, and its mask."""
         return "microbatch of {}x{} tokens".format(*self.shape), self.mask
 
+    @cached_property
+    def mine(self) -> Tensor:
+        """The indices in their batch rows of this rank's tokens, int64 [rows, s]."""
+        return self.split.places(compat.group_of(None, "cp").rank()).T.to(own_device())
+
+    def on_rank(self, whole: Tensor) -> Tensor:
+        """Select this rank's tokens of whole batch rows: [rows, n, ...] to [rows, s, ...]."""
+        return whole[torch.arange(len(whole))[:, None], self.mine]
+
     @classmethod
     def draw(cls, mask: str, rows: int, n: int, cp: int, padded: bool = False) -> Batch:
-        """Draw at most `rows` batch rows of about `n` tokens, all of them different and beyond any
-        vocabulary. With `padded`, packed documents have padding if the job's may.
+        """Draw `rows` batch rows, or one of packed documents, of about `n` tokens, all of them
+        different and beyond any vocabulary. With `padded`, packed documents have padding if the
+        job's may.
         """
         separate = mask == "packed" and not in_force().whole_rows
         unit = 4 * cp if separate else 1  # each document is split separately
         n -= n % unit
-        b = 1 if mask == "packed" else max(1, min(rows, MOST_TOKENS // n))
+        b = 1 if mask == "packed" else rows
         tokens = torch.arange(n) + (n + 1) * torch.arange(b)[:, None]
         item: Any = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(b, n)}
-        seeds = range(1, b + 1)
-        if mask.startswith(PREFIX):
-            masks = [sample(mask.removeprefix(PREFIX), n, seed) for seed in seeds]
-            item[KEY] = masks
-            places = [torch.from_numpy(each.positions) for each in masks]
-        else:
-            parts = 1 if mask == "causal" else DOCUMENTS
-            lengths = [np.diff(_edges(n // unit, parts, seed) * unit).tolist() for seed in seeds]
-            places = [torch.cat([torch.arange(each) for each in of_row]) for of_row in lengths]
-        item["position_ids"] = torch.stack(places)
+        kind = "documents" if mask == "packed" else mask.removeprefix(PREFIX)
+        masks = [sample(kind, n, seed, unit) for seed in range(1, b + 1)]
+        places = np.stack([each.positions for each in masks])
+        item["position_ids"] = torch.from_numpy(places)
         if mask == "packed":  # as in the data sets of Megatron's scripts
-            offsets = np.append(0, np.cumsum(lengths[0]))
+            offsets = np.append(np.flatnonzero(places == 0), n)
             item["cu_seqlens"] = torch.tensor(offsets[None], dtype=torch.int32)
-            item["max_seqlen"] = torch.tensor([max(lengths[0])], dtype=torch.int32)
+            item["max_seqlen"] = item["cu_seqlens"].diff().max(1).values
+        elif kind != mask:
+            item[KEY] = masks
         return cls.read(mask, [item], cp, padded and separate)
 
     @classmethod
@@ -130,8 +134,7 @@ class Batch:
                 *(torch.tensor(x, dtype=torch.int32).to(own_device()) for x in both)
             )
         split = documents_of(packed, (rows, n // cp), cp, ring)
-        places = [split.places(rank).T for rank in range(cp)]
-        return cls(mask, items, shape, rules, packed, places)
+        return cls(mask, items, shape, rules, packed, split)
 
     def delivered(self, seed: int, number: int = 0) -> Any:
         """Return a copy of this one of `items`, because a script may write into the dictionary and
@@ -142,8 +145,7 @@ class Batch:
         """
         item = copy.deepcopy(self.items[number % len(self.items)])
         if item and isinstance(own := item.get("loss_mask"), Tensor):
-            factors = self._factors(torch.Generator().manual_seed(seed))
-            item["loss_mask"] = own * factors.view(own.shape)
+            item["loss_mask"] = own * self._factors(seed).view(own.shape)
         return item
 
     def trained(self, seed: int, blind: bool) -> Any:
@@ -153,24 +155,26 @@ class Batch:
         item, random = self.delivered(seed), torch.Generator().manual_seed(seed)
         table = torch.randint(VOCABULARY, (int(item["labels"].max()) + 1,), generator=random)
         item["tokens"] = table[item["tokens"]]
-        others = blind * (item["loss_mask"] == 0)
-        item["labels"] = (table[item["labels"]] + others) % VOCABULARY
+        item["labels"] = table[item["labels"]] + blind * (item["loss_mask"] == 0)
+        item["labels"] %= VOCABULARY
         return item
 
-    def _factors(self, random: torch.Generator) -> Tensor:
+    def _factors(self, seed: int) -> Tensor:
         """Draw zeros, and weights of up to 1.75 in quarters, which become more frequent along the
         sequence: float32 [rows, n].
 
         The weights of a rank add up to a whole number: loss functions of Megatron's scripts cut off
         fractions of this sum, with and without context parallelism.
         """
+        random = torch.Generator().manual_seed(seed)
         last = torch.stack([rule.last for rule in self.rules])
         b, n = last.shape
         some = torch.rand(b, n, generator=random) < torch.linspace(0.4, 1.0, n)
         mask = some * torch.randint(1, 8, (b, n), generator=random) / 4
-        if self.mask in ("documents", "packed"):
+        if self.mask != "causal":
             mask[last] = 0
-        for mine in self.positions:
+        for rank in range(self.split.layout.cp):
+            mine = self.split.places(rank).T
             part = mask.gather(1, mine)
             for batch_row, token in part.nonzero()[-1:].tolist():
                 missing = -float(part.sum(dtype=torch.float64)) % 1
@@ -185,7 +189,7 @@ def take(iterators: Any) -> list[Any]:
     items = []
     for iterator in iterators if isinstance(iterators, list) else [iterators]:
         # beneath Megatron's record of microbatches
-        items.append(next(iterator.iterable, None) if hasattr(iterator, "iterable") else None)
+        items.append(next(getattr(iterator, "iterable", iter(())), None))
         if items[-1] is not None:
             iterator.iterable = itertools.chain(items[-1:], iterator.iterable)
     return items
@@ -206,30 +210,28 @@ def shared_items(items: list[Any]) -> list[Any]:
 
 
 def own_device() -> torch.device:
-    """Return the device of this rank."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    """Return the device of this rank, which is the current one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _edges(n: int, parts: int, seed: int) -> Ints:
-    """Return offsets, int64 [parts + 1], of documents of uneven length that fill n tokens."""
-    random = np.random.default_rng(seed)
-    inner = np.sort(random.choice(np.arange(1, n), size=min(parts, n) - 1, replace=False))
-    return np.array([0, *inner, n], dtype=np.int64)
+def worst_of(error: Tensor, places: Tensor) -> str:
+    """Return where the largest of the errors [b, s, ...] of the tokens at `places` [b, s] is."""
+    each = error.abs().reshape(*places.shape, -1).amax(2).nan_to_num(torch.inf)
+    row, token = divmod(int(each.argmax()), places.shape[1])
+    return f"token {int(places[row, token])} of batch row {row}"
 
 
 TREE = (-1, 0, 1, 1, 0, -1)
 """The parents of its branches."""
 
 
-def sample(kind: str, n: int, seed: int) -> Mask:
+def sample(kind: str, n: int, seed: int, unit: int = 1) -> Mask:
     """Return a mask of `n` tokens, at least 64, of a kind of `MASK_KINDS`. Each seed gives another
-    mask.
+    mask. Its edges are multiples of `unit`.
     """
-    cuts = _edges(n, 7, seed).tolist()[:-1]
+    random, units = np.random.default_rng(seed), n // unit
+    inner = random.choice(np.arange(1, units), size=min(7, units) - 1, replace=False)
+    cuts = (np.append(0, np.sort(inner)) * unit).tolist()
     lengths, edges = np.diff(cuts).tolist(), [*cuts[::2], n]
     names = {"any": "images", "global": "with_global"}
     make: Callable[..., Mask] = getattr(Mask, names.get(kind, kind.replace("-", "_")))

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.distributed.elastic.utils.store import barrier
 
-from cp_ring.errors import ConfigError, KernelError, PlanError
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import rejection, settings
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate import attention_probes, loss_probe
@@ -28,7 +29,6 @@ from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
 from cp_ring.megatron.certificate.tiny_run import ForwardStep
 from cp_ring.megatron.compat import megatron_version
-from cp_ring.megatron.rejection import first_line
 from cp_ring.runtime import RUNTIME
 
 FILE = "cp_ring_certificate.json"
@@ -131,19 +131,18 @@ def _probe_losses(args: argparse.Namespace, results: Certificate, *rest: Any) ->
     and no tiny model can have its flags. If only some ranks have one, the other ranks would wait
     for them, so the error is raised.
     """
-    store, run = dist.distributed_c10d._get_default_store(), f"cp_ring/certificate/{next(_runs)}"
+    run = f"cp_ring/certificate/{next(_runs)}"
     try:
         loss_probe.probe_losses(args, results, *rest)
-    except (ConfigError, PlanError, KernelError):
+    except rejection.OURS:
         raise
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {first_line(error)}"
+        text = f"{type(error).__name__}: {rejection.first_line(error)}"
         text += f" ({Path(place.filename).name}, line {place.lineno})"
-        if store.add(run, 1) == dist.get_world_size():
-            store.set(f"{run}/all", "")
         try:
-            store.wait([f"{run}/all"], datetime.timedelta(seconds=SKEW_S))
+            store = dist.distributed_c10d._get_default_store()
+            barrier(store, dist.get_world_size(), run, SKEW_S)
         except RuntimeError:  # not on all ranks
             raise ConfigError(
                 f"--cp-ring-certify: {text} (rank {dist.get_rank()}, not on all ranks); "

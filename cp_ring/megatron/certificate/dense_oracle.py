@@ -57,8 +57,9 @@ def document_rule(n: int, spans: Sequence[tuple[int, int]]) -> MaskRule:
 
 def declared_rule(mask: Mask) -> MaskRule:
     """Return the rule of a mask that a batch declares."""
-    pieces = list(mask.pieces)
-    return MaskRule(pieces, torch.from_numpy(mask.positions), torch.from_numpy(mask.last))
+    return MaskRule(
+        list(mask.pieces), torch.from_numpy(mask.positions), torch.from_numpy(mask.last)
+    )
 
 
 def allowed_pairs(

@@ -19,30 +19,29 @@ from cp_ring.megatron.flags.layer_pattern import (
     predicting_layers,
 )
 
-# scores of one batch row that a rank may hold; a probe that needs more uses a smaller window
+# scores that a rank may hold in a probe of whole batch rows
 MAX_SCORES = 1 << 24
 GRAIN = 16  # chunks are multiples of this many tokens, as packed kernels need
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One kind of attention layer, as the flags declare it, and the size of its probe.
+    """One kind of attention layer, as the flags declare it, and the length of its probe.
 
     Attributes:
         numbers: the numbers of the layers of this kind, counted from 1.
         window: how many keys before and after itself a query sees; -1 means any number.
-        probed: the window that the probe uses.
         scale: factor of the scores.
         sink: `vanilla`, `off-by-one` or `learnable`.
         heads, groups: query heads and key/value heads of a tensor-parallel rank.
         d, e: head sizes of keys and values.
-        tokens: tokens of a batch row of the probe.
+        tokens: tokens of a batch row that shows the window's edge, or fewer, so that the probe can
+            compare all pairs.
         comm_type: Megatron's `cp_comm_type` of the layer.
     """
 
     numbers: tuple[int, ...]
     window: tuple[int, int]
-    probed: tuple[int, int]
     scale: float
     sink: str
     heads: int
@@ -61,36 +60,35 @@ class LayerKind:
     def layer_name(self) -> str:
         """Return a name, such as `layer 2 (window 128, learnable sinks)`."""
         about = [f"window {self.window[0]}" if self.window[0] >= 0 else "no window"]
-        if self.probed != self.window:
-            about[0] += f", probed as {self.probed[0]}"
         about += [self.comm_type] if self.comm_type != "p2p" else []
         about += [f"{self.sink} sinks"] if self.sink != "vanilla" else []
         return f"layer {self.layer} ({', '.join(about)})"
 
 
 def find_layer_kinds(args: argparse.Namespace, config: Any) -> list[LayerKind]:
-    """Return every distinct kind of attention layer of the job.
-
-    A model without attention has one kind without layers, which gives the size of its batch rows.
-    """
-    alike: dict[tuple[tuple[int, int], str, int], list[int]] = {}
-    layers = sorted({*attention_layers(args, config), *predicting_layers(args)})
-    for layer in layers or [1]:
+    """Return every distinct kind of attention layer of the job."""
+    alike: dict[Any, list[int]] = {}
+    for layer in sorted({*attention_layers(args, config), *predicting_layers(args)}):
         key_heads = config_of_layer(config, layer).num_query_groups
         kind = declared_window(config, layer), comm_types.type_of(args, layer), key_heads
         alike.setdefault(kind, []).append(layer)
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    tp, unit = args.tensor_model_parallel_size, unit_of(args)
     heads = config.num_attention_heads // tp
+    most = math.isqrt(MAX_SCORES // heads // args.micro_batch_size)
     scale, d, e = declared_scale(config)
-    sink = getattr(config, "softmax_type", "vanilla")
-    latent = getattr(config, "multi_latent_attention", False)
-    kinds = []
+    sink, kinds = getattr(config, "softmax_type", "vanilla"), []
     for (window, comm_type, key_heads), numbers in alike.items():
-        tokens, probed = _size_of_probe(window, cp, MAX_SCORES // heads // args.micro_batch_size)
-        found, groups = tuple(numbers if layers else ()), max(1, key_heads // tp)
-        about = scale, sink, heads, heads if latent else groups, d, e, tokens, comm_type
-        kinds.append(LayerKind(found, window, probed, *about))
+        units = min(-(-2 * (window[0] + 1) // unit), most // unit)
+        latent = getattr(config, "multi_latent_attention", False)
+        groups = heads if latent else max(1, key_heads // tp)
+        sizes = heads, groups, d, e, max(1, units) * unit
+        kinds.append(LayerKind(tuple(numbers), window, scale, sink, *sizes, comm_type))
     return kinds
+
+
+def unit_of(args: argparse.Namespace) -> int:
+    """Return the number of tokens of which a probed batch row has a multiple."""
+    return 2 * int(args.context_parallel_size) * GRAIN
 
 
 def masks_of(args: argparse.Namespace, item: Any = None) -> tuple[str, ...]:
@@ -100,16 +98,15 @@ def masks_of(args: argparse.Namespace, item: Any = None) -> tuple[str, ...]:
     used = settings.current()
     if used.kinds:
         return tuple(PREFIX + kind for kind in used.kinds[: 1 if item else None])
+    rows = "documents" if used.document_mask else "causal"
     if item:
-        packed = item.get("cu_seqlens") is not None
-        return ("packed",) if packed else ("documents" if used.document_mask else "causal",)
-    if used.document_mask:
-        return ("documents", "packed")
-    if settings.ring().whole_rows:
+        return ("packed" if item.get("cu_seqlens") is not None else rows,)
+    if settings.ring().whole_rows and rows == "causal":
         return ("packed",)
     # only pretrain_vlm.py has this flag; it packs batch rows that it pads, whatever the value
-    packed = hasattr(args, "use_packed_sequence") or getattr(args, "sft", False)
-    return ("causal", "packed") if packed else ("causal",)
+    vision = hasattr(args, "use_packed_sequence")
+    packed = used.document_mask or vision or getattr(args, "sft", False)
+    return (rows, "packed") if packed else (rows,)
 
 
 def declared_window(config: Any, layer: int) -> tuple[int, int]:
@@ -131,22 +128,10 @@ def declared_scale(config: Any) -> tuple[float, int, int]:
     """Return the factor of the scores, and the head sizes of keys and values, by Megatron's own
     rules.
     """
-    asked = getattr(config, "softmax_scale", None)
     if not getattr(config, "multi_latent_attention", False):
-        return asked or config.kv_channels**-0.5, config.kv_channels, config.kv_channels
+        d = config.kv_channels
+        return getattr(config, "softmax_scale", None) or d**-0.5, d, d
     d = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor, mscale = config.rotary_scaling_factor, config.mscale_all_dim
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
     return stretch * stretch * d**-0.5, d, config.v_head_dim
-
-
-def _size_of_probe(window: tuple[int, int], cp: int, scores: int) -> tuple[int, tuple[int, int]]:
-    """Return the tokens n of a batch row that shows the window's edge, and the window, which is
-    smaller if n * n would exceed `scores`.
-    """
-    unit = 2 * cp * GRAIN
-    wanted = -(-2 * (window[0] + 1) // unit) * unit
-    most = max(unit, int(scores**0.5) // unit * unit)
-    if wanted <= most:
-        return max(unit, wanted), window
-    return most, (most // 3, window[1])

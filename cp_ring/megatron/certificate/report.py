@@ -24,18 +24,6 @@ class Probe:
     where: str = ""
     unit: str = "pairs"
 
-    @property
-    def passed(self) -> bool:
-        """Return True if the error is a number within the bound."""
-        return self.error <= self.bound
-
-    @property
-    def badness(self) -> float:
-        """Return error over bound; infinite for an error that is not a number."""
-        if math.isnan(self.error):
-            return math.inf
-        return self.error / self.bound if self.bound else self.error
-
     def rejection(self) -> str:
         """Return one line for a failed probe."""
         amount = (
@@ -62,8 +50,10 @@ class Certificate:
 
     @property
     def failures(self) -> list[Probe]:
-        """Return the failed probes; those that name a pair of positions come first."""
-        failed = [probe for probe in self.probes if not probe.passed]
+        """Return the failed probes, whose error is no number within the bound; those that name a
+        pair of positions come first.
+        """
+        failed = [probe for probe in self.probes if not probe.error <= probe.bound]
         return sorted(failed, key=lambda probe: probe.bound > 0)
 
     def merge(self, of_ranks: list[list[Probe]]) -> None:
@@ -72,9 +62,13 @@ class Certificate:
         worst: dict[tuple[str, str, str], Probe] = {}
         for rank, probes in enumerate(of_ranks):
             for each in probes:
-                probe = replace(each, where=f"rank {rank}{': ' * bool(each.where)}{each.where}")
+                probe = replace(each, where=f"rank {rank}: {each.where}".rstrip(": "))
                 key = (probe.name, probe.layer, probe.mask)
-                worst[key] = max(worst.get(key, probe), probe, key=lambda each: each.badness)
+                worst[key] = max(
+                    worst.get(key, probe),
+                    probe,
+                    key=lambda each: (math.isnan(each.error), each.error),
+                )
         self.probes = list(worst.values())
 
     def problem(self, strict: bool) -> str:

@@ -20,7 +20,6 @@ from cp_ring.megatron.adapter.ahead import LAYERS
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 from cp_ring.observe import watchdog
 
-_SCALE = "main_loss_backward_scale"
 _SWITCHES: Any = (
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
@@ -35,20 +34,21 @@ def _collected() -> Iterator[tuple[Any, str, Any]]:
     """Yield where Megatron collects losses of predicted tokens, of experts and of indexers, and
     packed batches, each with a fresh value for the probes.
     """
-    fresh: dict[tuple[str, str], Any] = {  # of classes and modules by name, and their attributes
-        ("MTPLossLoggingHelper", "tracker"): {},
-        ("DSAIndexerLossLoggingHelper", "tracker"): {},  # a value for each layer of the first model
-        ("moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"): {},
-        ("moe_logging", "_MOE_METRICS_TRACKER"): None,
-        ("training", "_seqlen_stats_in_iteration"): None,
-        ("training", "_seqlen_stats_active"): False,
-        ("MTPLossAutoScaler", _SCALE): torch.ones(()),
-        ("DSAIndexerLossAutoScaler", _SCALE): None,
-        ("MoEAuxLossAutoScaler", _SCALE): None,
+    fresh: dict[str, Any] = {  # of attributes of classes and modules
+        "MTPLossLoggingHelper.tracker": {},
+        "DSAIndexerLossLoggingHelper.tracker": {},  # a value for each layer of the first model
+        "moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER": {},
+        "moe_logging._MOE_METRICS_TRACKER": None,
+        "training._seqlen_stats_in_iteration": None,
+        "training._seqlen_stats_active": False,
+        "MTPLossAutoScaler.main_loss_backward_scale": torch.ones(()),
+        "DSAIndexerLossAutoScaler.main_loss_backward_scale": None,
+        "MoEAuxLossAutoScaler.main_loss_backward_scale": None,
     }
     for module in loaded_modules("megatron."):
         known = {**vars(module), module.__name__.rpartition(".")[2]: module}
-        for (owner, name), value in fresh.items():
+        for path, value in fresh.items():
+            owner, name = path.split(".")
             if hasattr(known.get(owner), name):
                 yield known[owner], name, value
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from math import lcm
@@ -18,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.certificate.batch import VOCABULARY, Batch, own_device
-from cp_ring.megatron.certificate.layer_kinds import LayerKind
+from cp_ring.megatron.certificate.layer_kinds import LayerKind, unit_of
 from cp_ring.megatron.flags import comm_types
 from cp_ring.megatron.flags.layer_pattern import (
     PATTERNS,
@@ -35,6 +34,7 @@ from cp_ring.megatron.wrapping import replaced
 
 BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "cp_comm_type")
 STATE = 16  # channels of a head of a recurrent layer, and of its state
+SIZES_OF_STATES = "mamba_head_dim mamba_state_dim linear_key_head_dim linear_value_head_dim"
 HIDDEN = 64
 EXPERTS = 4
 CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
@@ -45,7 +45,7 @@ KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
     hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl attention_backend
     recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
-    kv_channels softmax_scale softmax_type
+    kv_channels softmax_scale softmax_type window_size
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func
     moe_router_topk moe_aux_loss_coeff moe_z_loss_coeff calculate_per_token_loss mtp_num_layers
@@ -61,15 +61,18 @@ depends on them. Other fields have Megatron's default.
 def arguments_of_microbatch(batch: Batch) -> dict[str, Any]:
     """Return the arguments with which a forward step takes this microbatch."""
     off = CHECKS + (PACKING if batch.mask != "packed" else ())
-    sizes = zip(("micro_batch_size", "seq_length"), batch.shape, strict=True)
-    return dict(sizes) | dict.fromkeys(off, False)
+    b, n = batch.shape
+    return {"micro_batch_size": b, "seq_length": n} | dict.fromkeys(off, False)
 
 
-def tiny_args(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> argparse.Namespace:
+def tiny_args(
+    args: argparse.Namespace, config: Any, kinds: list[LayerKind]
+) -> tuple[argparse.Namespace, Any]:
     """Return the job's arguments with the sizes of a tiny model and the first layers, which show
-    each kind, in float32, without pipeline stages. `tiny_config` is the configuration of the model.
+    each kind, in float32, without pipeline stages; and the configuration of the model.
     """
-    tiny, tokens = _tiny_config(args, config, kinds), max(kind.tokens for kind in kinds)
+    tiny = _tiny_config(args, config, kinds)
+    tokens = max([unit_of(args), *(kind.tokens for kind in kinds)])
     changes = vars(tiny) | {
         "seq_length": tokens,
         "vocab_size": VOCABULARY,
@@ -83,8 +86,7 @@ def tiny_args(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> 
     if hasattr(config, "per_block_parameters"):
         changes["per_block_parameters"] = [_one_block(config, tiny)] * tiny.num_layers
     # a program may have fields of its own, such as the length of a batch row
-    more = {"tiny_config": config, "attention_dtype": args.params_dtype}
-    return with_changes(argparse.Namespace(**vars(args), **more), changes)
+    return with_changes(args, changes), with_changes(config, changes)
 
 
 def _one_block(config: Any, tiny: Any) -> Any:
@@ -108,7 +110,6 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
 
     latent = getattr(config, "multi_latent_attention", False)
     made = MLATransformerConfig if latent else TransformerConfig
-    fields = {field.name for field in dataclasses.fields(made)}
     tp, letters = config.tensor_model_parallel_size, letters_of(args)
     sharing = config.num_attention_heads // config.num_query_groups
     # two key/value heads for each tensor-parallel rank and each rank that exchanges heads, or as
@@ -141,33 +142,23 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     if config.recompute_granularity == "full":
         values["recompute_num_layers"] = min(config.recompute_num_layers, count)
     else:
-        modules = {"core_attn", "mla_up_proj"} & {*(config.recompute_modules or ())}
+        modules = {"core_attn", "mla_up_proj"}.intersection(config.recompute_modules or ())
         values["recompute_modules"] = sorted(modules)
-    if args.window_size is not None:
-        values["window_size"] = max(kind.probed for kind in kinds)
     if SPARSE in letters:
         # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
         values |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
     if letters or getattr(config, "is_hybrid_model", False):
         heads = lcm(getattr(args, "mamba_num_groups", None) or 1, tp * args.context_parallel_size)
-        sizes = (
-            "mamba_head_dim",
-            "mamba_state_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-        )
-        values |= {"mamba_num_heads": heads} | dict.fromkeys(sizes, STATE)
-    return made(**{name: value for name, value in values.items() if name in fields})
+        values |= {"mamba_num_heads": heads} | dict.fromkeys(SIZES_OF_STATES.split(), STATE)
+    return made(**compat.known_arguments(made, values))
 
 
 def with_changes(owner: Any, changes: dict[str, Any]) -> Any:
     """Return a copy of arguments or a configuration with new values for the names in `changes` that
-    it has; the configuration of a tiny model's arguments changes too.
+    it has.
     """
     changed = copy.copy(owner)
     vars(changed).update({name: changes[name] for name in changes.keys() & vars(owner).keys()})
-    if hasattr(owner, "tiny_config"):
-        changed.tiny_config = with_changes(owner.tiny_config, changes)
     return changed
 
 
@@ -195,10 +186,9 @@ def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKin
     main, *further = letters_of(args).split("/")
     experts = expert_layers(args) if getattr(args, "num_experts", None) else ()
     alike = [*zip_longest(main_layers(main), () if pattern_of(args) else experts)]
-    first = [1 + alike.index(each) for each in alike]
-    first += [number for kind in kinds for number in kind.numbers[:1]]
-    depth = max(getattr(args, "mtp_num_layers", None) or 0, *map(len, further), 1)
-    return min(args.num_layers, max(depth, *first))
+    first = [1 + alike.index(each) for each in alike] + [kind.layer for kind in kinds]
+    depths = [getattr(args, "mtp_num_layers", None) or 1, *map(len, further)]
+    return min(args.num_layers, max(depths + first))
 
 
 def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
@@ -227,13 +217,12 @@ def tiny_pattern(args: argparse.Namespace, layers: int) -> dict[str, str]:
     return {name: tiny for name in PATTERNS if getattr(args, name, None)}
 
 
-def build(args: argparse.Namespace) -> Any:
-    """Build the model of `args` with all its layers on this rank's device. Attention other than the
-    ring's, whose kernels may not know float32, computes in the dtype of the job.
+def build(args: argparse.Namespace, config: Any, dtype: torch.dtype) -> Any:
+    """Build the model of `args` and `config` with all its layers on this rank's device. Attention
+    other than the ring's, whose kernels may not know float32, computes in `dtype`.
     """
     from megatron.core import tensor_parallel
 
-    config = args.tiny_config
     if hasattr(args, "transformer_config"):
         model = args.build(config)
     else:
@@ -242,24 +231,21 @@ def build(args: argparse.Namespace) -> Any:
         model = gpt_model.build(config=config)
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    for layer in attention_layers(model):
-        core = layer.core_attention
+    for core in core_attentions(model):
         if not hasattr(core, "plan_of"):
-            core.forward = functools.partial(_in_dtype, core.forward, args.attention_dtype)
+            core.register_forward_pre_hook(
+                lambda _, given: (*(x.to(dtype) for x in given[:3]), *given[3:])
+            )
+            core.register_forward_hook(lambda *call: call[-1].float())
     return model.to(own_device())
 
 
-def _in_dtype(forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **named: Any) -> Any:
-    q, k, v, *rest = args
-    return forward(*(x.to(dtype) for x in (q, k, v)), *rest, **named).to(q.dtype)
-
-
-def attention_layers(model: Any) -> list[Any]:
-    """Return the layers of a model whose core attention the certificate examines: all but
-    Megatron's sparse attention, which splits tokens itself.
+def core_attentions(model: Any) -> list[Any]:
+    """Return the core attention layers of a model that the certificate examines: all but Megatron's
+    sparse attention, which splits tokens itself.
     """
-    cores = ((module, getattr(module, "core_attention", None)) for module in model.modules())
-    return [module for module, core in cores if core and not type(core).__name__.startswith("DSA")]
+    cores = [getattr(module, "core_attention", None) for module in model.modules()]
+    return [core for core in cores if core and not type(core).__name__.startswith("DSA")]
 
 
 def core_classes(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) -> dict[int, Any]:
@@ -270,11 +256,12 @@ def core_classes(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         from cp_ring.megatron.adapter.attention import RingDotProductAttention  # imports Megatron
 
         return {kind.layer: RingDotProductAttention for kind in kinds}
-    tiny = tiny_args(args, config, kinds)
+    tiny, small = tiny_args(args, config, kinds)
     with group_of_this_rank() as alone, arguments_in_force(tiny, one_stage(alone)):
-        cores = [layer.core_attention for layer in attention_layers(build(tiny))]
-    names = sorted({type(core).__name__ for core in cores})
-    note(f"certificate of {', '.join(names)}, without --cp-ring")
+        model = build(tiny, small, args.params_dtype)
+    cores = core_attentions(model)
+    names = ", ".join(sorted({type(core).__name__ for core in cores}))
+    note(f"certificate of {names}, without --cp-ring")
     # layers that predict further tokens come last, and may count from 1 again
     return {core.layer_number: type(core) for core in reversed(cores)}
 
@@ -301,11 +288,7 @@ def arguments_in_force(args: argparse.Namespace, groups: dict[str, Any]) -> Iter
     """
     from megatron.core import Timers, parallel_state
 
-    changes = [
-        (parallel_state, name, value)
-        for name, value in groups.items()
-        if hasattr(parallel_state, name)
-    ]
+    changes: list[Any] = [(parallel_state, *state) for state in groups.items()]
     if not hasattr(args, "transformer_config"):
         from megatron.training import global_vars  # programs on megatron.core alone may lack it
 
@@ -326,14 +309,15 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
     tensor = parallel_state.get_tensor_model_parallel_group()
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     state: dict[str, Any] = {}
-    for name, group in vars(parallel_state).items():
+    for name, value in vars(parallel_state).items():
         words = {*name.split("_")}
-        if not isinstance(group, dist.ProcessGroup) or "GLOO" in words:
+        if "VIRTUAL" in words:
+            state[name] = None
+        elif "GLOO" in words or not (whole or words & {"EXPERT", "PIPELINE", "EMBEDDING"}):
             continue
-        if whole or words & {"EXPERT", "PIPELINE", "EMBEDDING"}:
+        elif isinstance(value, dist.ProcessGroup):
             of_experts = data if words >= {"EXPERT", "DATA"} and not whole else alone
             state[name] = tensor if "TENSOR" in words else of_experts
-    for kind in ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING") + ("CONTEXT_PARALLEL",) * whole:
-        state[f"_{kind}_GLOBAL_RANKS"] = [dist.get_rank()]
-    virtual = ("RANK", "WORLD_SIZE")
-    return state | {f"_VIRTUAL_PIPELINE_MODEL_PARALLEL_{what}": None for what in virtual}
+        elif "RANKS" in words and "TENSOR" not in words:
+            state[name] = [dist.get_rank()]
+    return state

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_wi
 from cp_ring.megatron.certificate.tiny_model import (
     arguments_in_force,
     arguments_of_microbatch,
-    attention_layers,
     build,
+    core_attentions,
     one_stage,
     with_changes,
 )
@@ -50,14 +50,14 @@ def is_own(step: ForwardStep | None) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a step: losses of this rank's tokens [b, s], with the batch rows of all
-    microbatches, the reported loss, and gradients by parameter.
+    """The results of a step: losses of this rank's tokens [b, s] for each microbatch, the reported
+    loss, and gradients by parameter.
 
     `sums` is true if the loss function returns a number of tokens and reports a sum and a number,
     which Megatron adds up over ranks. Megatron averages a mean over ranks.
     """
 
-    losses: Tensor
+    losses: list[Tensor]
     loss: float
     gradients: dict[str, Tensor]
     sums: bool
@@ -82,20 +82,19 @@ class TinyRun:
     model: Any = None
 
     @contextmanager
-    def in_force(self, batch: Batch) -> Iterator[tuple[Batch, argparse.Namespace]]:
+    def in_force(self, batch: Batch) -> Iterator[Batch]:
         """Put the arguments and groups of this run on `batch` in force; yield the batch that the
-        step reads, and the arguments.
+        step reads.
         """
         args = with_changes(self.args, arguments_of_microbatch(batch))
-        rows: AbstractContextManager[None] = nullcontext()
-        if self.whole:
-            if is_own(self.step) and len(batch.items) == 1:
-                # needs no code of declared masks for a drawn microbatch
-                item = {name: x for name, x in batch.items[0].items() if name != KEY}
-                batch = replace(batch, items=[item])
-            rows = _whole_rows_in_force(batch.rules, KEY in batch.items[0])
+        if self.whole and is_own(self.step) and len(batch.items) == 1:
+            # needs no code of declared masks for a drawn microbatch
+            item = dict(batch.items[0])
+            item.pop(KEY, None)
+            batch = replace(batch, items=[item])
+        rows = _whole_rows_in_force(self.model, batch) if self.whole else nullcontext()
         with arguments_in_force(args, self.state), rows:
-            yield batch, args
+            yield batch
 
     def observe(
         self, batch: Batch, seed: int, item: int = 1, before: batch_probe.Seen | None = None
@@ -103,7 +102,7 @@ class TinyRun:
         """Return what the step makes of this one of the items of `batch`; see
         `batch_probe.observe`.
         """
-        with self.in_force(batch) as (given, _):
+        with self.in_force(batch) as given:
             data = given.delivered(seed, item)
             return batch_probe.observe(self.model, self.step, data, before)
 
@@ -130,123 +129,139 @@ class TinyRun:
         reduction of gradients, as Megatron's training loop does. Labels that the loss mask hides
         are others than in the reference run.
         """
-        seeds = range(seed, seed + MICROBATCHES)
-        with self.in_force(batch) as (given, args):
-            items = [given.trained(each, blind=not self.whole) for each in seeds]
-            return _train(args, self.model, items, self.step)
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.enums import ModelType
+        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+        seen: list[Tensor] = []
+        returned: set[int] = set()
+
+        def observed(iterator: Any, module: Any) -> Any:
+            output, loss = self.step(iterator, module)
+            seen.append(output.detach().reshape(batch.shape[0], -1).double())
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                outputs = loss(*args, **kwargs)
+                returned.add(len(outputs))
+                return outputs
+
+            return output, counted
+
+        model = self.model
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            average_in_collective=getattr(self.args, "ddp_average_in_collective", False),
+        )
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.model_type = ModelType.encoder_or_decoder
+        with self.in_force(batch) as given:
+            items = [given.trained(seed + i, not self.whole) for i in range(MICROBATCHES)]
+            wrapped = DistributedDataParallel(model.config, config, model)
+            wrapped.zero_grad_buffer()
+            reports = forward_backward_no_pipelining(
+                forward_step_func=observed,
+                data_iterator=iter(items),
+                model=[wrapped],
+                num_microbatches=len(items),
+                seq_length=batch.shape[1],
+                micro_batch_size=batch.shape[0],
+                forward_only=False,
+            )
+            wrapped.grad_accs.clear()  # breaks a cycle through autograd, which would keep the model
+            report = sum(next(iter(each.values())).double().reshape(-1) for each in reports)
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(report, group=group)
+        gradients = {
+            name: parameter.main_grad.double() for name, parameter in model.named_parameters()
+        }
+        sums = len(report) == 2 and returned == {3}
+        return Outcome(seen, float(report[0] / report[-1]), gradients, sums)
 
 
-def tiny_runs(tiny: argparse.Namespace, batch: Batch, step: Any, alone: Any) -> list[TinyRun]:
+def tiny_runs(
+    tiny: argparse.Namespace, config: Any, dtype: torch.dtype, batch: Batch, step: Any, alone: Any
+) -> list[TinyRun]:
     """Return the run of a tiny model as the job trains it, and the reference run with the same
-    weights, which follows the rules of `batch`. None stands for the forward step of
-    `cp_ring.pretrain_gpt`, `alone` is a process group of this rank only.
+    weights. They are built for microbatches like `batch`, and take others too.
+
+    tiny, config: the arguments and the configuration of the tiny model.
+    dtype: that of the job's attention.
+    step: the forward step; None stands for that of `cp_ring.pretrain_gpt`.
+    alone: a process group of this rank only.
     """
     if is_own(step):
         from cp_ring.megatron.gpt import forward_step as step  # imports Megatron
     single = {"context_parallel_size": 1, "recompute_granularity": None}
     runs = []
-    for whole, args in enumerate((tiny, with_changes(tiny, single))):
-        runs.append(TinyRun(step, args, one_stage(alone, bool(whole)), bool(whole)))
-        with runs[whole].in_force(batch) as (_, given):
-            runs[whole].model = build(given)
+    for whole, changes in (False, {}), (True, single):
+        run = TinyRun(step, with_changes(tiny, changes), one_stage(alone, whole), whole)
+        with run.in_force(batch):
+            run.model = build(tiny, with_changes(config, changes), dtype)
+        runs.append(run)
     runs[True].model.load_state_dict(runs[False].model.state_dict())
-    _follow_rules(runs[True].model, batch.rules)
     return runs
 
 
-def _train(
-    args: argparse.Namespace, model: Any, microbatches: list[dict[str, Any]], step: ForwardStep
-) -> Outcome:
-    """Run forward, backward and the reduction of gradients on `microbatches`, as Megatron's
-    training loop does.
+@contextmanager
+def _whole_rows_in_force(model: Any, batch: Batch) -> Iterator[None]:
+    """Put in force what the reference run of `model` does with whole batch rows: cp_ring's settings
+    for rows in order, dense masks in place of the ring, recurrent layers document by document, and
+    multi-token prediction inside the declared documents.
+
+    Rotary embeddings follow declared positions, and those of documents that a layout balances. The
+    kinds of masks stay set if the batch declares masks, which a step reads.
     """
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+    last = torch.stack([rule.last for rule in batch.rules])
+    places = None
+    if in_force().by_microbatch:
+        ids = torch.stack([rule.positions for rule in batch.rules], 1)
+        places = ids, torch.arange(len(ids))[:, None].expand_as(ids)
 
-    batch_size, n = microbatches[0]["tokens"].shape
-    seen: list[Tensor] = []
-    returned: set[int] = set()
+    def roll(tensor: Any, *rest: Any, **named: Any) -> Any:
+        if tensor is None:
+            return None, None
+        rolled = tensor.roll(-1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), 0)
+        return rolled, rolled.sum()
 
-    def observed(iterator: Any, module: Any) -> Any:
-        output, loss = step(iterator, module)
-        seen.append(output.detach().reshape(batch_size, -1).double())
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            outputs = loss(*args, **kwargs)
-            returned.add(len(outputs))
-            return outputs
-
-        return output, counted
-
-    average = getattr(args, "ddp_average_in_collective", False)
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=average)
-    wrapped = DistributedDataParallel(model.config, config, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.model_type = ModelType.encoder_or_decoder
-    wrapped.zero_grad_buffer()
-    reports = forward_backward_no_pipelining(
-        forward_step_func=observed,
-        data_iterator=iter(microbatches),
-        model=[wrapped],
-        num_microbatches=len(microbatches),
-        seq_length=n,
-        micro_batch_size=batch_size,
-        forward_only=False,
-    )
-    wrapped.grad_accs.clear()  # breaks a cycle through autograd, which would keep the model
-    report = sum(next(iter(each.values())).detach().double().reshape(-1) for each in reports)
-    dist.all_reduce(
-        report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    gradients = {
-        name: parameter.main_grad.detach().double().clone()
-        for name, parameter in wrapped.module.named_parameters()
-    }
-    sums = len(report) == 2 and returned == {3}
-    return Outcome(torch.cat(seen), float(report[0] / report[-1]), gradients, sums)
+    modules = loaded_modules("megatron.core")
+    rolls = ((each, "roll_tensor", roll) for each in modules if "roll_tensor" in vars(each))
+    used = settings.current()
+    kinds = used.mask_kinds if KEY in batch.items[0] else ""
+    plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
+    layers = _declared_layers(model, batch) if model else ()
+    with replaced(*rolls, *layers), positions_in_force(places), settings.in_force(plain):
+        yield
 
 
-def _follow_rules(model: Any, rules: list[MaskRule]) -> None:
-    """Make the layers of the reference run follow the flags: dense masks in place of the ring, and
-    recurrent layers document by document.
-    """
-    scale = declared_scale(model.config)[0]
-    paths = [_paths(rule) for rule in rules]
-    for layer in attention_layers(model):
-        window = declared_window(model.config, layer.core_attention.layer_number)
-        core = layer.core_attention
-        sink = getattr(core, "softmax_offset", None)
-        core.forward = functools.partial(attend_whole_rows, rules, window, scale, sink)
+def _declared_layers(model: Any, batch: Batch) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what layers of the reference run do with `batch` in place of their `forward`."""
+    scale, *_ = declared_scale(model.config)
+    for core in core_attentions(model):
+        window = declared_window(model.config, core.layer_number)
+        declared = batch.rules, window, scale, getattr(core, "softmax_offset", None)
+        yield core, "forward", functools.partial(attend_whole_rows, *declared)
     for module in model.modules():
-        if any(len(of_row) > 1 for of_row in paths) and hasattr(module, "cp_ring_group"):
-            module.forward = functools.partial(_by_document, module.forward, paths)
+        if hasattr(module, "cp_ring_group") and batch.mask != "causal":
+            yield module, "forward", functools.partial(_by_document, module.forward, batch.rules)
 
 
-def _paths(rule: MaskRule) -> list[tuple[Tensor, int]]:
-    """Return for each document or branch of a batch row the tokens that its last token sees, and
-    how many of them are its own, the last ones. Padding, which sees nothing, is a document too.
+def _paths(rule: MaskRule) -> list[Tensor]:
+    """Return the tokens that the last token of each document or branch of a batch row sees, and
+    those that see nothing.
     """
     every = torch.arange(len(rule.last))
-    real = rule.sees(every, every)
-    goes_on = ~rule.last[:-1] & (rule.positions.diff() == 1) | ~(real[1:] | real[:-1])
-    found = []
-    start = 0
-    for end in [*((~goes_on).nonzero()[:, 0] + 1).tolist(), len(every)]:
-        seen = rule.sees(torch.tensor([[end - 1]]), every[None])[0].nonzero()[:, 0]
-        found.append((seen if len(seen) else every[start:end], end - start))
-        start = end
-    return found
+    ends = every[rule.last | (rule.positions.diff(append=every[:1]) != 1)]
+    return [~rule.sees(every, every), *(rule.sees(end, every) for end in ends)]
 
 
 def _by_document(
     forward: Callable[..., Any],
-    paths: list[list[tuple[Tensor, int]]],
+    rules: list[MaskRule],
     hidden: Tensor,
     *args: Any,
     **named: Any,
@@ -255,42 +270,9 @@ def _by_document(
     all that comes before it, without the documents that `named` may hold.
     """
     named.pop("packed_seq_params", None)
-    columns = []
-    bias = None
-    for batch_row, of_row in zip(hidden.split(1, 1), paths, strict=True):
-        outputs = []
-        for path, own in of_row:
-            out, bias = forward(batch_row[path], *args, **named)
-            outputs.append(out[-own:])
-        columns.append(torch.cat(outputs))
-    return torch.cat(columns, 1), bias
-
-
-@contextmanager
-def _whole_rows_in_force(rules: list[MaskRule], declares: bool) -> Iterator[None]:
-    """Put cp_ring's settings of the reference run in force: batch rows in order, and multi-token
-    prediction inside the declared documents.
-
-    Rotary embeddings follow declared positions, and those of documents that a layout balances. The
-    kinds of masks stay set if the batch `declares` masks, which a step reads.
-    """
-    last = torch.stack([rule.last for rule in rules])
-    places = None
-    if in_force().by_microbatch:
-        ids = torch.stack([rule.positions for rule in rules], 1)
-        places = ids, torch.arange(len(ids))[:, None].expand_as(ids)
-
-    def roll(tensor: Any, *rest: Any, **named: Any) -> Any:
-        if tensor is None:
-            return None, None
-        ends = last.to(tensor.device).view(tensor.shape)
-        rolled = tensor.roll(-1, -1).masked_fill(ends, 0)
-        return rolled, rolled.sum()
-
-    modules = loaded_modules("megatron.core")
-    rolls = ((each, "roll_tensor", roll) for each in modules if "roll_tensor" in vars(each))
-    used = settings.current()
-    kinds = used.mask_kinds if declares else ""
-    plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
-    with replaced(*rolls), positions_in_force(places), settings.in_force(plain):
-        yield
+    out, bias = torch.zeros_like(hidden), None
+    for row, rule in enumerate(rules):
+        for path in filter(torch.any, _paths(rule)):
+            part, bias = forward(hidden[path, row, None], *args, **named)
+            out[path, row] = part[:, 0]
+    return out, bias
