@@ -6,52 +6,48 @@ made its parallel groups and before it builds the model, and the first microbatc
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.settings import current
-from cp_ring.megatron.wrapping import arguments_of
-from cp_ring.patches.patch import Patch, Replacement
+from cp_ring.megatron.wrapping import Function, arguments_of
+from cp_ring.patches.patch import Patch
+from cp_ring.runtime import RUNTIME
+
+_TRAINING = "megatron.training.training"
+_given: dict[str, Any] = RUNTIME.keep({})
+"""The arguments of `pretrain`, and the certificate."""
 
 
-def _replacements() -> Iterator[Replacement]:
-    import torch.distributed as dist
-    from megatron.training import training
+def _remember(pretrain: Function, *args: Any, **kwargs: Any) -> Any:
+    _given.update(arguments_of(pretrain, *args, **kwargs))
+    return pretrain(*args, **kwargs)
 
-    setup, train, pretrain = training.setup_model_and_optimizer, training.train, training.pretrain
-    given: dict[str, Any] = {}
 
-    def examine(*more: Any) -> Any:
-        from cp_ring.megatron.certificate.certify import certify  # imports Megatron
+def _certify_first(setup: Function, *args: Any, **kwargs: Any) -> Any:
+    _given["certificate"] = _examine()
+    if current().certify == "only":
+        import torch.distributed as dist
 
-        return certify(training.get_args(), given.get("forward_step_func"), *more)
+        note("the certificate is made; nothing is trained (--cp-ring-certify only)")
+        dist.barrier()
+        sys.exit(0)
+    return setup(*args, **kwargs)
 
-    @functools.wraps(setup)
-    def certify_first(*args: Any, **kwargs: Any) -> Any:
-        given["certificate"] = examine()
-        if current().certify == "only":
-            note("the certificate is made; nothing is trained (--cp-ring-certify only)")
-            dist.barrier()
-            sys.exit(0)
-        return setup(*args, **kwargs)
 
-    @functools.wraps(train)
-    def certify_data(*args: Any, **kwargs: Any) -> Any:
-        named = arguments_of(train, *args, **kwargs)
-        examine(given.get("certificate"), named["train_data_iterator"])
-        return train(*args, **kwargs)
+def _certify_data(train: Function, *args: Any, **kwargs: Any) -> Any:
+    named = arguments_of(train, *args, **kwargs)
+    _examine(_given.get("certificate"), named["train_data_iterator"])
+    return train(*args, **kwargs)
 
-    @functools.wraps(pretrain)
-    def pretrain_with(*args: Any, **kwargs: Any) -> Any:
-        given.update(arguments_of(pretrain, *args, **kwargs))
-        return pretrain(*args, **kwargs)
 
-    yield training, "setup_model_and_optimizer", certify_first
-    yield training, "train", certify_data
-    yield training, "pretrain", pretrain_with
+def _examine(*more: Any) -> Any:
+    from megatron.training import get_args
+
+    from cp_ring.megatron.certificate.certify import certify  # imports Megatron
+
+    return certify(get_args(), _given.get("forward_step_func"), *more)
 
 
 PATCH = Patch(
@@ -59,5 +55,9 @@ PATCH = Patch(
     "(--cp-ring-certify)",
     why="Megatron's training loop has no hook between its parallel groups and the model",
     needed=lambda args, options: options.certifies and not args.program,
-    replacements=_replacements,
+    wraps={
+        f"{_TRAINING}.pretrain": _remember,
+        f"{_TRAINING}.setup_model_and_optimizer": _certify_first,
+        f"{_TRAINING}.train": _certify_data,
+    },
 )

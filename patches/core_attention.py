@@ -20,6 +20,8 @@ from cp_ring.megatron.wrapping import Function, replaced
 from cp_ring.patches.patch import Patch
 from cp_ring.plan.mask import Mask
 
+_ADAPTER = "cp_ring.megatron.adapter"
+
 
 def _with_all_gather(constructor: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build Megatron's sparse attention with all_gather, whatever type other layers use, because
@@ -35,7 +37,7 @@ def _with_any_type(check: Function, config: Any) -> None:
     of the type of the other layers. Its own eager attention, which is replaced, requires it too.
     """
     kinds = config.cp_comm_type
-    sparse = getattr(config, "experimental_attention_variant", None) == "dsa"
+    sparse = config.experimental_attention_variant == "dsa"
     if sparse or config.transformer_impl == "local":
         kinds = ["all_gather"] * len(kinds) if isinstance(kinds, list) else "all_gather"
     with replaced((config, "cp_comm_type", kinds)):
@@ -59,12 +61,10 @@ def _on_its_group(
     forward: Function, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
     """Use the rotary embeddings of packed documents on the group of ranks that shares the
-    microbatch, and let core attention find latents.
+    microbatch.
     """
-    from cp_ring.megatron.adapter import latent_tap
     from cp_ring.megatron.adapter.documents import group_of_microbatch
 
-    latent_tap.link(self)
     groups = self.pg_collection
     group = group_of_microbatch(packed_seq_params, groups.cp)
     if group is not groups.cp:
@@ -120,8 +120,10 @@ PATCH = Patch(
         "MultiLatentAttention.__init__": _with_ring,
         "megatron.core.transformer.multi_latent_attention."
         "MultiLatentAttention.forward": _on_its_group,
+        "megatron.core.transformer.multi_latent_attention."
+        "MLASelfAttention.get_query_key_value_tensors": f"{_ADAPTER}.latent_tap.hand_latents",
         "megatron.core.transformer.multi_token_prediction."
-        "MultiTokenPredictionLayer.__init__": "cp_ring.megatron.adapter.attention.numbered",
+        "MultiTokenPredictionLayer.__init__": f"{_ADAPTER}.attention.numbered",
         "megatron.core.models.common.vision_module.vision_module."
         "VisionModule.__init__": _of_whole_images,
         "megatron.core.transformer.transformer_config."

@@ -203,8 +203,7 @@ def _torch_replacements() -> Iterator[Replacement]:
     yield torch.nn.Module, "cuda", _itself
 
 
-@contextlib.contextmanager
-def functions_uncompiled() -> Iterator[None]:
+def functions_uncompiled() -> contextlib.AbstractContextManager[None]:
     """Make `torch.compile` return functions unchanged. They run eagerly on the CPU, and importing
     the compiler is a third of Megatron's import time.
     """
@@ -215,8 +214,7 @@ def functions_uncompiled() -> Iterator[None]:
             return functools.partial(uncompiled, **options)
         return model if inspect.isfunction(model) else compile_with_torch(model, **options)
 
-    with replaced((torch, "compile", uncompiled)):
-        yield
+    return replaced((torch, "compile", uncompiled))
 
 
 def _megatron_replacements() -> Iterator[Replacement]:

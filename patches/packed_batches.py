@@ -25,7 +25,7 @@ def split_packed(
     """Replace Megatron's `get_batch_on_this_cp_rank`: return the tokens of this rank of `cp_group`
     from tensors [1, tokens].
     """
-    from cp_ring.megatron.adapter.documents import offsets_on_cpu, packed_layout
+    from cp_ring.megatron.adapter.documents import of_offsets, offsets_on_cpu
 
     offsets = batch.get("cu_seqlens")
     if offsets is None:
@@ -36,7 +36,8 @@ def split_packed(
             "cu_seqlens_padded: leave it out, or let the data set leave padding out"
         )
     group = cp_group or compat.group_of(None, "cp")
-    layout = packed_layout(offsets_on_cpu(offsets).tobytes(), group.size(), in_force().split)
+    packed = offsets_on_cpu(offsets).tobytes()
+    layout = of_offsets(packed, packed, group.size(), in_force().split).layout
     held = {name: batch[name] for name in _TENSORS if batch.get(name) is not None}
     return batch | {name: layout.shard(tensor, group.rank(), 1) for name, tensor in held.items()}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from cp_ring.megatron.adapter.ahead import LAYERS, PlannedBatch, recording
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import (
     ALONE,
-    DocumentParams,
     Documents,
     boundaries,
     thd_params,
@@ -96,18 +94,15 @@ def split_batch(batch: Mapping[str, Any], cp_group: Any = None) -> dict[str, Any
     ((count, n),) = sizes
     rest = {name: value for name, value in batch.items() if name not in whole and name != KEY}
     _check_rest(rest, count, n)
-    if KEY not in batch and not current().kinds and not current().document_mask:
-        check_length(n, group.size())
-        return (
-            rest | on_this_cp_rank(whole, group.rank(), group.size()) | {"packed_seq_params": None}
-        )
+    carried: MicrobatchMask | None = None
     if current().document_mask:
-        carried: MicrobatchMask = _documents(batch, n, group.size())
-    else:
+        carried = _documents(batch, n, group.size())
+    elif KEY in batch or current().kinds:
         carried = declared = declare(batch.get(KEY), count, n, group.size())
         whole = declared.with_positions(whole)
-    parts = {name: carried.shard(value, group.rank()) for name, value in whole.items()}
-    return rest | parts | {"packed_seq_params": DocumentParams.carry(carried)}
+    else:
+        check_length(n, group.size())
+    return rest | on_this_cp_rank(whole, group.rank(), group.size(), carried)
 
 
 def plan_ahead(
@@ -151,22 +146,16 @@ def _documents_in(batch: Mapping[str, Any], cp: int) -> Documents | None:
         return None
     real = _in_one_stream(batch[OFFSETS])
     padded = real if batch.get(PADDED) is None else _in_one_stream(batch[PADDED])
-    ring = replace(in_force(), whole_rows=current().document_mask or in_force().whole_rows)
-    return Documents.in_thd(thd_params(real, padded), int(padded[-1]) // cp, cp, ring)
+    return _in_thd(thd_params(real, padded), cp, current().document_mask)
 
 
 def _in_one_stream(rows: torch.Tensor) -> torch.Tensor:
     """Return the offsets of documents, int32 [documents + 1], of batch rows [b, m] one after
     another, as Megatron joins them: without what fills a row up, -1 or its length again.
     """
-    parts = [torch.zeros(1, dtype=torch.int32)]
-    start = 0
-    for row in rows.reshape(-1, rows.shape[-1]):
-        n = int(row.max())
-        first = int((row == n).nonzero()[0])
-        parts.append(row[1 : first + 1] + start)
-        start += n
-    return torch.cat(parts)
+    rows = rows.reshape(-1, rows.shape[-1])
+    starts = rows.max() * torch.arange(len(rows), dtype=rows.dtype)
+    return (rows + starts[:, None])[rows >= 0].unique()
 
 
 def group_of_size(size: int, cp_group: Any) -> Any:
@@ -195,7 +184,6 @@ def group_of_size(size: int, cp_group: Any) -> Any:
 
 def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Split packed documents: return the parts [1, n / cp] and their `PackedSeqParams`."""
-    rank = group.rank()
     cp = group.size()
     real = _offsets(batch[OFFSETS], OFFSETS)
     padded = real if batch.get(PADDED) is None else _offsets(batch[PADDED], PADDED)
@@ -230,13 +218,15 @@ def _split_packed(batch: Mapping[str, Any], group: Any) -> dict[str, Any]:
             f"{OFFSETS}: {n} packed tokens cannot be split over {cp} context-parallel ranks: pad "
             f"them to a multiple of {2 * cp}"
         )
-    ring = replace(in_force(), whole_rows=together or in_force().whole_rows)
-    documents = Documents.in_thd(packed, n // cp, cp, ring)
-    return (
-        rest
-        | {name: documents.shard(value, rank) for name, value in whole.items()}
-        | {"packed_seq_params": DocumentParams.carry(documents) if together else packed}
-    )
+    parts = on_this_cp_rank(whole, group.rank(), cp, _in_thd(packed, cp, together))
+    return rest | parts | ({} if together else {"packed_seq_params": packed})
+
+
+def _in_thd(packed: Any, cp: int, together: bool) -> Documents:
+    """Return the documents of `thd_params`, which are split together or as the job says."""
+    ring = in_force()
+    split = ring.split if together else ring.split_of_packed
+    return Documents.in_thd(packed, int(packed.cu_seqlens_q_padded[-1]) // cp, cp, split)
 
 
 def _check_rest(rest: Mapping[str, Any], batch: int, n: int) -> None:

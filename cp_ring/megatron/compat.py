@@ -8,12 +8,11 @@ come before Megatron.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import inspect
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,13 @@ def has_transformer_engine() -> bool:
     )
 
 
-@contextlib.contextmanager
-def logits_without_te(args: argparse.Namespace) -> Iterator[None]:
+def logits_without_te(args: argparse.Namespace) -> AbstractContextManager[None]:
     """Clear the request for attention logits in `args` within the block, if TransformerEngine is
     missing. Megatron rejects the request then, but ring attention does not need TransformerEngine
     for it.
     """
     names = () if has_transformer_engine() else ("qk_clip", "log_max_attention_logit")
-    with replaced(*((args, name, False) for name in names)):
-        yield
+    return replaced(*((args, name, False) for name in names))
 
 
 def within(versions: str, version: str | None = None) -> bool:
@@ -137,13 +134,6 @@ def unwrapped(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
-
-
-def takes(model: Any, name: str) -> bool:
-    """Return True if the forward of a model, wrapped or not, has a parameter `name`."""
-    model = unwrapped(model)
-    known = inspect.signature(getattr(model, "forward", model)).parameters
-    return name in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
 
 
 def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,11 +22,10 @@ from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import compat
 from cp_ring.megatron.adapter.ahead import share
 from cp_ring.megatron.adapter.compat import known_arguments
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.documents import DocumentParams, Documents, boundaries
+from cp_ring.megatron.adapter.documents import Documents, boundaries
 from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank
 from cp_ring.megatron.settings import current
@@ -34,8 +33,8 @@ from cp_ring.megatron.settings import current
 Microbatch = dict[str, Any]
 """Tensors of a microbatch by name, and `packed_seq_params`."""
 
-_INTEGERS = ("tokens", "labels", "position_ids")
-_FLOATS = ("loss_mask",)
+_TENSORS = dict.fromkeys(("tokens", "labels", "position_ids"), torch.int64)
+_TENSORS |= {"loss_mask": torch.float32}
 _WEIGHT = "weight"
 
 
@@ -47,12 +46,10 @@ def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Micr
     offsets of the documents in the stream of all its batch rows. With --cp-ring-mask-kinds it holds
     `cp_ring_mask`, the `Mask` of each batch row.
     """
-    return _read_and_broadcast(data_iterator, _INTEGERS, _FLOATS)
+    return _read_and_broadcast(data_iterator, _TENSORS)
 
 
-def _read_and_broadcast(
-    data_iterator: Any, integers: tuple[str, ...], floats: tuple[str, ...] = ()
-) -> Microbatch:
+def _read_and_broadcast(data_iterator: Any, types: Mapping[str, torch.dtype]) -> Microbatch:
     extra = _needed_by_every_stage()
     group = parallel_state.get_tensor_model_parallel_group()
     if data_iterator is None and extra and group.rank() == 0:
@@ -64,17 +61,16 @@ def _read_and_broadcast(
     carried: Microbatch = {}
     if data_iterator is not None:
         sample = next(data_iterator)
-        data = {name: sample[name].to(torch.int64) for name in integers} | {
-            name: sample[name].to(torch.float32) for name in floats
-        }
+        data = {name: sample[name].to(dtype) for name, dtype in types.items()}
         carried = _carried_by(sample, extra)
-        if "position_ids" in integers:
+        if data:
             data["position_ids"] = _positions(data)
     if group.size() == 1:
         return {name: x.cuda(non_blocking=True) for name, x in data.items()} | carried
     moved: Microbatch = {}
-    for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
-        moved |= tensor_parallel.broadcast_data(list(names), data, dtype) if names else {}
+    for dtype in dict.fromkeys(types.values()):
+        names = [name for name in types if types[name] == dtype]
+        moved |= tensor_parallel.broadcast_data(names, data, dtype)
     if extra:
         held = [carried]
         torch.distributed.broadcast_object_list(held, group=group, group_src=0)
@@ -115,11 +111,10 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     microbatch itself, and gets its documents, or the mask that it carries as `cp_ring_mask`, as
     `packed_seq_params`.
     """
-    rank, cp = (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-    nothing = dict.fromkeys((*_INTEGERS, *_FLOATS, _WEIGHT, "packed_seq_params"))
+    group = parallel_state.get_context_parallel_group()
+    rank = group.rank()
+    cp = group.size()
+    nothing = dict.fromkeys((*_TENSORS, _WEIGHT, "packed_seq_params"))
     ends = _first_or_last_stage(vp_stage)
     if not ends and get_args().position_embedding_type == "mrope":
         raise ConfigError(
@@ -129,23 +124,19 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     extra = _needed_by_every_stage()
     if not extra and not ends:
         return nothing
-    batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, ())
+    batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, {})
     weight = _weight(batch)
-    check_rows(batch, parallel_state.get_context_parallel_group())
+    check_rows(batch, group)
     entry = batch.pop(extra, None)
     carried: MicrobatchMask | None = None
     if extra == "cu_seqlens":
         rows = int(entry[-1]) // get_args().seq_length
-        ring = in_force()
-        carried = Documents.in_rows(entry.numpy(), rows, cp, ring.split)
+        carried = Documents.in_rows(entry.numpy(), rows, cp, in_force().split)
     elif extra:
         carried = declared = declare(entry, len(entry), entry[0].n, cp)
         batch = declared.with_positions(batch)
     whole = _mrope_positions(batch) | weight
-    if carried is None:
-        return nothing | on_this_cp_rank(batch, rank, cp) | whole
-    parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()}
-    return nothing | parts | whole | {"packed_seq_params": DocumentParams.carry(carried)}
+    return nothing | on_this_cp_rank(batch, rank, cp, carried) | whole
 
 
 def _weight(batch: Microbatch) -> Microbatch:
@@ -201,7 +192,7 @@ def loss_function(
             fatal=True,
         )
     report = {"lm loss": torch.stack([loss.detach(), counted.to(loss.dtype)])}
-    if getattr(get_args(), "calculate_per_token_loss", False) and weight is not None:
+    if get_args().calculate_per_token_loss and weight is not None:
         return loss, _count(weight), report
     number = counted.ceil()  # Megatron divides the loss of this rank by it
     return loss * torch.where(counted > 0, number / counted, 1.0), number.to(torch.int), report
@@ -214,10 +205,9 @@ def _count(weight: torch.Tensor) -> torch.Tensor:
     Loss masks may hold fractions, but Megatron adds up whole numbers. If each rank rounded its own
     sum, the total would depend on the context-parallel size.
     """
-    rank, cp = (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-    )
+    group = parallel_state.get_context_parallel_group()
+    rank = group.rank()
+    cp = group.size()
     total = weight.round().to(torch.int64)
     return (total * (rank + 1) // cp - total * rank // cp).to(torch.int)
 
@@ -235,13 +225,9 @@ def forward_step(
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    more = {
-        name: batch[name]
-        for name in ("loss_mask", "packed_seq_params")
-        if compat.takes(model, name)
-    }
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
+    named = {name: batch[name] for name in ("labels", "loss_mask", "packed_seq_params")}
+    output = run(batch["tokens"], batch["position_ids"], None, **named)
     return output, functools.partial(loss_function, batch["loss_mask"], weight=batch.get(_WEIGHT))
 
 
@@ -268,8 +254,8 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "tokenizer": build_tokenizer(args),
         "create_attention_mask": False,
         "inter_document_masking": getattr(args, "dataloader_inter_document_masking", False),
-        "fast_cache_load": getattr(args, "dataloader_fast_cache_load", False),
-        "defer_npy_index_mmap": getattr(args, "dataloader_defer_npy_index_mmap", False),
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
     return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
@@ -281,7 +267,7 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """
     args = get_args()
     kind: type = MockGPTDataset if args.mock_data else GPTDataset
-    if getattr(args, "sft", False):
+    if args.sft:
         from cp_ring.megatron.data.sft import PackedConversations
 
         kind = PackedConversations

@@ -20,7 +20,7 @@ def described(args: argparse.Namespace, config: Any = None) -> Any:
 
     config: the `TransformerConfig`; by default the one of the flags.
     """
-    hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+    hybrid = args.hybrid_layer_pattern is not None
     name = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"
     make = getattr(argument_utils, name, None)
     return make and make(args, config)

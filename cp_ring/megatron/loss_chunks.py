@@ -108,13 +108,14 @@ def in_chunks(function: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
             "which needs all logits at once: leave out one of the two"
         )
     # set in the dictionary, because torch keeps attributes for modules
-    own = vars(self)
-    before = dict(vars(self))
-    own["output_layer"] = _OutputLayer(self.output_layer)
-    own["_scale_logits"] = _scaled(self._scale_logits)
-    own["compute_language_model_loss"] = losses_in_chunks(self.compute_language_model_loss)
+    own = {
+        "output_layer": _OutputLayer(self.output_layer),
+        "_scale_logits": _scaled(self._scale_logits),
+        "compute_language_model_loss": losses_in_chunks(self.compute_language_model_loss),
+    }
+    vars(self).update(own)
     try:
         return function(self, *args, **kwargs)
     finally:
-        for name in own.keys() - before.keys():
-            del own[name]
+        for name in own:
+            del vars(self)[name]

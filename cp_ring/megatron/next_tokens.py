@@ -38,18 +38,18 @@ class CountedMask:
 
 
 def roll_in_documents(
+    _: Function,
     tensor: torch.Tensor | CountedMask | None,
     shifts: int = -1,
     dims: int = -1,
     cp_group: Any = None,
     packed_seq_params: Any = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the value of the next token in the document for each token (0 for the last token), and
-    the sum of the result. A collective of `cp_group`.
+    """Replace Megatron's `roll_tensor`: return the value of the next token in the document for each
+    token (0 for the last token), and the sum of the result. A collective of `cp_group`.
 
     For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
-    divides by the sum. tensor: [batch, n / cp], of any dtype. The signature is that of Megatron's
-    `roll_tensor`.
+    divides by the sum. tensor: [batch, n / cp], of any dtype.
     """
     if tensor is None:
         return None, None

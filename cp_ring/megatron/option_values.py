@@ -57,19 +57,20 @@ def _text(value: Any) -> str:
     return value
 
 
-# for each annotation of a field: the function that reads a value, and the name in the table of
-# flags
-KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "bool": (_switch, "switch"),
-    "int": (partial(_number, int, "a whole number"), "whole number"),
-    "float": (partial(_number, float, "a number"), "number"),
-    "int | str": (partial(_number, int, "a whole number"), "text"),
-    "str": (_text, "text"),
+# the function that reads a value, by the annotation of its field
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "bool": _switch,
+    "int": partial(_number, int, "a whole number"),
+    "float": partial(_number, float, "a number"),
+    "int | str": partial(_number, int, "a whole number"),
+    "str": _text,
 }
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
-    """Return the names that a setting accepts; () if it is not a choice."""
+    """Return the names that a setting accepts; () if it is not a choice. Kernels, layouts and
+    routes are the ones registered so far.
+    """
     known = setting.metadata.get("choices", ())
     return known() if callable(known) else known
 
@@ -85,7 +86,7 @@ def read(setting: Field[Any], value: Any) -> Any:
         raise ConfigError(f"it must be {either(choices_of(setting))}")
     if value in limits.get("words", ()):
         return value
-    value = KINDS[str(setting.type)][0](value)
+    value = _READERS[str(setting.type)](value)
     if not value >= limits.get("least", value):
         raise ConfigError(f"it must be at least {limits['least']}")
     if not value <= limits.get("most", value):

@@ -1,7 +1,7 @@
 """Defines every setting of a job once: its name, default, values, and effect.
 
-Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the tables of flags are all
-made from this one dataclass. It extends the settings of attention calls.
+Megatron's parser (`--cp-ring-*`), YAML files (section `cp_ring`) and the table of keys are all made
+from this one dataclass. It extends the settings of attention calls.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ MASK_KINDS = (
 
 
 class OptionError(ConfigError):
-    """Raised for a value that a setting cannot have; its one line names the flag."""
-
-    def __init__(self, name: str, value: Any, problem: str) -> None:
-        super().__init__(name, value, problem)
-        self.name = name
-        self.value = value
-        self.problem = problem
+    """Raised for a value that a setting cannot have, as (name, value, problem); its one line names
+    the flag.
+    """
 
     def __str__(self) -> str:
-        return f"{Options.flag(self.name)} {self.value!r}: {self.problem}"
+        name, value, problem = self.args
+        return f"{Options.flag(name)} {value!r}: {problem}"
 
 
 @dataclass(frozen=True)
@@ -200,14 +197,13 @@ class Options(Settings, CallSettings):
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every setting as a flag. `from_args` checks the values later, so that errors are one
         clear line.
-
-        With `hidden` the parser's help does not list them.
         """
         group = parser.add_argument_group(
             title="cp_ring", description="ring attention for context parallelism"
         )
         for name, field in SETTINGS.items():
-            known = f"; one of {', '.join(choices(name))}" if choices(name) else ""
+            names = option_values.choices_of(field)
+            known = f"; one of {', '.join(names)}" if names else ""
             shown = f"{field.metadata['text']} (default: {field.default}{known})"
             shown = shown.replace("%", "%%")
             options: dict[str, Any] = {
@@ -237,19 +233,6 @@ class Options(Settings, CallSettings):
         return shown[shown.index("cp_ring:") :]
 
     @classmethod
-    def table(cls) -> list[dict[str, str]]:
-        """Return one entry per flag: flag, default, values, and effect."""
-        return [
-            {
-                "flag": cls.flag(name),
-                "default": "off" if field.default is False else str(field.default) or "none",
-                "values": ", ".join(choices(name)) or option_values.KINDS[str(field.type)][1],
-                "what it does": field.metadata["text"],
-            }
-            for name, field in SETTINGS.items()
-        ]
-
-    @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
         """Read the flags that `add_arguments` added from a parsed namespace."""
         parsed = vars(args)
@@ -266,19 +249,11 @@ class Options(Settings, CallSettings):
         return line
 
 
-_OF_CALLS = {each.name: each for each in fields(CallSettings)}
 SETTINGS: dict[str, Field[Any]] = {
-    **{each.name: each for each in fields(Options) if each.name not in _OF_CALLS},
-    **_OF_CALLS,
+    each.name: each
+    for each in sorted(fields(Options), key=lambda each: hasattr(CallSettings, each.name))
 }
-"""The fields of `Options` by name."""
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """Return the names that a setting accepts; () if it is not a choice. Kernels, layouts and
-    routes are the ones registered so far.
-    """
-    return option_values.choices_of(SETTINGS[name])
+"""The fields of `Options` by name; those of calls come last."""
 
 
 def _dest(name: str) -> str:

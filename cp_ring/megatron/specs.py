@@ -135,7 +135,7 @@ class LayerOfFlags(ModuleSpec):
 
 
 def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    frequency = getattr(args, "moe_layer_freq", 1)
+    frequency = args.moe_layer_freq
     if args.num_experts and frequency != 1:
         raise ConfigError(
             f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} "

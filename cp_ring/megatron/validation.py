@@ -20,17 +20,19 @@ from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.compat import logits_without_te
 from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS
 from cp_ring.megatron.rejection import megatrons_text
+from cp_ring.megatron.wrapping import replaced
 
 _HOPPER = (9, 0)
 _FUSED = {
     "megatron.core.transformer.moe.moe_utils": (
-        "permute permute_with_probs unpermute sort_chunks_by_index sort_chunks_by_index_with_probs"
+        "fused_permute fused_permute_with_probs fused_unpermute fused_sort_chunks_by_index "
+        "fused_sort_chunks_by_index_with_probs"
     ),
     "megatron.core.models.common.embeddings.rope_utils": (
-        "apply_rotary_pos_emb apply_rotary_pos_emb_thd"
+        "fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_thd"
     ),
 }
-"""Functions `fused_...` of TransformerEngine that Megatron's validation looks for."""
+"""Functions of TransformerEngine that Megatron's validation looks for."""
 
 
 def rejection(args: argparse.Namespace, ranks: int) -> str:
@@ -50,7 +52,7 @@ def rejection(args: argparse.Namespace, ranks: int) -> str:
         for name in LINEAR_HEADS:
             if count := getattr(args, name, None):
                 setattr(asked, name, count * Asked(args).cp)
-    sharded = getattr(args, "use_torch_fsdp2", False) or getattr(args, "use_megatron_fsdp", False)
+    sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
     with (
         # before Blackwell Megatron demands one connection, and several with sharded parameters
         _as_on_a_gpu("8" if sharded else "1"),
@@ -77,26 +79,25 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
 
     import torch
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+    changes: list[tuple[Any, str, Any]] = []
+    if not torch.cuda.is_available():
+        properties = argparse.Namespace(
+            major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30
         )
-        if not torch.cuda.is_available():
-            properties = argparse.Namespace(
-                major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30
-            )
-            answers: dict[str, Any] = {
-                "get_device_capability": _HOPPER,
-                "get_device_properties": properties,
-                "device_count": 8,
-            }
-            for name, answer in answers.items():
-                stack.enter_context(
-                    mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-                )
-        for name, functions in _FUSED.items():
-            module = importlib.import_module(name)
-            for function in (f"fused_{name}" for name in functions.split()):
-                if getattr(module, function, None) is None:
-                    stack.enter_context(mock.patch.object(module, function, object(), create=True))
+        answers: dict[str, Any] = {
+            "get_device_capability": _HOPPER,
+            "get_device_properties": properties,
+            "device_count": 8,
+        }
+        for name, answer in answers.items():
+            changes.append((torch.cuda, name, lambda *_, answer=answer, **__: answer))
+    for name, functions in _FUSED.items():
+        module = importlib.import_module(name)
+        changes += [
+            (module, function, object())
+            for function in functions.split()
+            if getattr(module, function, None) is None
+        ]
+    connected = mock.patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": connections})
+    with connected, replaced(*changes):
         yield

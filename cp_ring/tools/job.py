@@ -214,7 +214,7 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
         if (section, key, value) == ("cp_ring", "cpu", True):
             raise ConfigError("it follows from launch.device: set that")
     except ConfigError as error:
-        problem = f"{error.problem}, not {value!r}" if isinstance(error, OptionError) else error
+        problem = f"{error.args[2]}, not {value!r}" if isinstance(error, OptionError) else error
         raise ConfigError(f"{source}: {section}.{key}: {problem}") from None
 
 

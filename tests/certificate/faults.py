@@ -146,12 +146,12 @@ SPLITS = (
 
 
 def _own_split(fault):
-    def faulty(split, batch, rank, cp):
-        mine = split(batch, rank, cp)
+    def faulty(split, batch, rank, cp, carried):
+        mine = split(batch, rank, cp, carried)
         # else the certificate asks for positions, which are no part of training
         if cp == 1 or "labels" not in batch:
             return mine
-        return mine | fault(mine, batch, lambda other: split(batch, other, cp))
+        return mine | fault(mine, batch, lambda other: split(batch, other, cp, carried))
 
     return faulty
 

@@ -6,7 +6,8 @@ import inspect
 from dataclasses import fields
 
 import cp_ring
-from cp_ring.megatron.options import Options
+from cp_ring.megatron.option_values import choices_of
+from cp_ring.megatron.options import SETTINGS
 from cp_ring.tools.job import SECTIONS
 from launch.budget import ROOT
 
@@ -20,6 +21,8 @@ Made of the code: `python -m tests.docs.reference` writes this page.
 `cp-ring train my.yaml --set SECTION.KEY=VALUE` changes a key for one start.
 Section `megatron` has [Megatron's own arguments](configurations.md#your-own-job), `num_layers` for `--num-layers`.
 """
+
+TYPES = {"bool": "switch", "int": "whole number", "float": "number"}
 
 
 def cell(text):
@@ -36,9 +39,10 @@ def keys():
             parts.append(f"| `{field.name}` | {default} | {cell(field.metadata['text'])} |")
         parts.append("")
     parts += ["### `cp_ring`", "", "| key | default (values) | what it does |", "|---|---|---|"]
-    for row in Options.table():
-        key = row["flag"].removeprefix("--cp-ring").removeprefix("-").replace("-", "_") or "enabled"
-        cells = [f"`{key}`", f"{row['default']} ({row['values']})", row["what it does"]]
+    for name, field in SETTINGS.items():
+        default = "off" if field.default is False else str(field.default) or "none"
+        values = ", ".join(choices_of(field)) or TYPES.get(field.type, "text")
+        cells = [f"`{name}`", f"{default} ({values})", field.metadata["text"]]
         parts.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join([*parts, ""])
 

@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
@@ -57,24 +56,6 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
         "needs megatron-core>=0.18.2,<0.21, but 0.15.3 is installed" in line
         and "Traceback" not in done.stderr
     )
-
-
-def test_what_a_model_takes_is_asked_of_the_innermost_one():
-    class Model(torch.nn.Module):
-        def forward(self, tokens, packed_seq_params=None):
-            return tokens
-
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args, **kwargs):
-            return self.module(*args, **kwargs)
-
-    assert compat.takes(Wrapper(Wrapper(Model())), "packed_seq_params")
-    assert not compat.takes(Wrapper(Model()), "loss_mask")
-    assert compat.takes(lambda tokens, **more: tokens, "loss_mask")
 
 
 @pytest.mark.parametrize(

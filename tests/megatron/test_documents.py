@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import documents as documents_module
-from cp_ring.megatron.adapter.config import RingConfig, Split
+from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.options import Options
 from tests.peers import tables
 
@@ -70,9 +70,7 @@ def test_padding_sees_nothing_and_is_seen_by_nobody():
         wanted = tables.packed(PADDED, ends, causal=True, window=window)
         assert (split.mask(window=window).dense() == wanted).all()
     assert split.layout.name == "per_document_zigzag"
-    assert (
-        Documents.in_thd(packed(), 16, 2, ring=RingConfig(whole_rows=True)).layout.name == "zigzag"
-    )
+    assert Documents.in_thd(packed(), 16, 2, Split()).layout.name == "zigzag"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,6 @@ def test_boundaries_are_those_that_came_with_the_microbatch():
         ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"
     ):
         documents_of(first, (1, 8), 2)
-    with pytest.raises(ConfigError, match="no document boundaries"):
-        documents_of(DocumentParams(qkv_format="sbhd"), (1, 16), 2)
     described = packed()
     assert documents_of(described, (1, 16), 2) is documents_of(described, (1, 16), 2)
 
@@ -150,12 +146,9 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     from cp_ring import Options
     from cp_ring.megatron import gpt
 
-    for name, value in {
-        "get_context_parallel_rank": 0,
-        "get_tensor_model_parallel_group": documents_module.ALONE,
-    }.items():
-        monkeypatch.setattr(gpt.parallel_state, name, lambda value=value: value)
-    monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_world_size", lambda: 2)
+    for name in ("context", "tensor_model"):
+        group = f"get_{name}_parallel_group"
+        monkeypatch.setattr(gpt.parallel_state, group, lambda: documents_module.ALONE)
     monkeypatch.setattr(gpt, "_first_or_last_stage", lambda vp_stage: False)
     arguments = SimpleNamespace()
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)

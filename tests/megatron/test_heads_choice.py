@@ -25,7 +25,12 @@ from tests.megatron.layers import core_attention
 
 GROUP = SimpleNamespace(size=lambda: 4)
 MODEL = SimpleNamespace(
-    num_attention_heads=8, num_query_groups=4, kv_channels=16, bf16=True, fp16=False
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=16,
+    bf16=True,
+    fp16=False,
+    multi_latent_attention=False,
 )
 
 
@@ -56,7 +61,7 @@ def test_a_group_of_two_nodes_has_a_choice():
         {"kind": "a2a"},
         {"kind": "all_gather"},
         {"schedule": "0,1,2,2"},
-        {"model": SimpleNamespace(**vars(MODEL), multi_latent_attention=True)},
+        {"model": SimpleNamespace(**vars(MODEL) | {"multi_latent_attention": True})},
     ],
 )
 def test_what_is_named_is_not_chosen(named):

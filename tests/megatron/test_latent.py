@@ -19,7 +19,8 @@ class ColumnParallelLinear(torch.nn.Module):
 
     def __init__(self, **config):
         super().__init__()
-        self.config = SimpleNamespace(sequence_parallel=False, **config)
+        fused = {"gradient_accumulation_fusion": False}
+        self.config = SimpleNamespace(sequence_parallel=False, **fused | config)
         self.weight = torch.nn.Parameter(torch.randn(HEADS * (KEY + VALUE), C))
 
     def forward(self, x):
@@ -42,8 +43,12 @@ class Layer(torch.nn.Module):
         self.core_attention = SimpleNamespace(tap=LatentTap(ALONE))
         self.linear_kv_up_proj = projection
 
-    def forward(self, x):
+    def get_query_key_value_tensors(self, x):
         self.linear_kv_up_proj(x)
+        return None, None, None, None, x
+
+    def forward(self, x):
+        self.get_query_key_value_tensors(x)
         return self.core_attention.tap.take(KEY, VALUE)
 
 

@@ -21,8 +21,8 @@ def on_rank(monkeypatch):
             check_for_nan_in_loss_and_grad=False, calculate_per_token_loss=by_token
         )
         monkeypatch.setattr(gpt, "get_args", lambda: args)
-        monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_rank", lambda: rank)
-        monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_world_size", lambda: cp)
+        group = SimpleNamespace(rank=lambda: rank, size=lambda: cp)
+        monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_group", lambda: group)
         return gpt.loss_function(mask[:, of], LOSSES[:, of], weight=mask.sum(dtype=torch.float64))
 
     return call

@@ -49,8 +49,8 @@ def _window_widened(make_plan, mask, n, cp, window, *rest):
     return make_plan(mask, n, cp, (left if left < 0 else left + 1, right), *rest)
 
 
-def _window_everywhere(has_window, *which):
-    return True
+def _window_everywhere(window_of_layer, config, layer):
+    return tuple(config.window_size)
 
 
 def _sink_dropped(inputs, q, k, v, sink, *more):
@@ -68,7 +68,7 @@ def _scale_of_head_size(attention_of, plan, group, options, inputs):
     return attention_of(plan, group, dataclasses.replace(options, softmax_scale=scale), inputs)
 
 
-def _positions_of_another_split(shard, batch, rank, cp):
+def _positions_of_another_split(shard, batch, rank, cp, carried):
     return {name: tensor.chunk(cp, 1)[rank] for name, tensor in batch.items()}
 
 
@@ -251,7 +251,7 @@ FAULTS = {
     "mask widened": at("cp_ring.megatron.adapter.planned.make_plan", _mask_widened),
     "window widened": at("cp_ring.megatron.adapter.planned.make_plan", _window_widened),
     "window on every layer": at(
-        "cp_ring.megatron.adapter.planned.is_layer_window_attention", _window_everywhere
+        "cp_ring.megatron.adapter.planned.window_of_layer", _window_everywhere
     ),
     "sink dropped": at("cp_ring.megatron.adapter.attention.Inputs", _sink_dropped),
     "sink gradient dropped": at(

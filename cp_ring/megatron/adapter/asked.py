@@ -109,6 +109,18 @@ def window_problem(window: Any, causal: bool = True) -> str | None:
     return None
 
 
+def window_of_layer(model: Any, layer: int) -> tuple[int, int]:
+    """Return how many keys before and after its own position a query of layer `layer`, counted from
+    1, sees; -1 means all. `model` is Megatron's arguments or the configuration of the layer.
+    """
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    window = model.window_size
+    if not is_layer_window_attention(window, model.window_attn_skip_freq, layer):
+        return -1, -1
+    return int(window[0]), int(window[1])
+
+
 def recomputes_attention(args: Asked) -> bool:
     """Return True if core attention is recomputed without the rest of its layer."""
     modules = args.recompute_modules or ["core_attn"]

@@ -123,9 +123,7 @@ class RingDotProductAttention(PlannedAttention):
             wire_dtype=self.ring.wire_dtype,
             qkv_format="sbhd",
             compare_every=self.ring.compare_every,
-            max_logit=any(
-                getattr(self.config, name, False) for name in ("qk_clip", "log_max_attention_logit")
-            ),
+            max_logit=self.config.qk_clip or self.config.log_max_attention_logit,
         )
 
     @_disable_dynamo  # see `ring_attention`
@@ -187,11 +185,11 @@ class RingDotProductAttention(PlannedAttention):
         if packed:  # documents lie end to end; Megatron has no batch dimension
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             latents = latents and latents._replace(latent=latents.latent.unsqueeze(1))
-        if attention_mask is not None:
-            self.check_batch_mask(attention_mask, mask, query.shape[0], packed_seq_params)
         step = compat.training_step()
         timing.at_step(step)
         plan = self.plan_of(query, mask, packed_seq_params)
+        if attention_mask is not None:
+            self.check_batch_mask(attention_mask, mask, plan)
         inputs = Inputs(query, key, value, self.softmax_offset, latents).alike()
         out = self._attend(plan, group, inputs, step).flatten(2)
         return out.squeeze(1) if packed else out
@@ -244,8 +242,8 @@ class RingDotProductAttention(PlannedAttention):
 
     def _make_softmax_offset(self) -> None:
         """Set `softmax_offset` [h] to None, a constant, or a parameter."""
-        kind = getattr(self.config, "softmax_type", "vanilla")
         config = self.config
+        kind = config.softmax_type
         if kind == "vanilla":
             self.softmax_offset = None
             return
@@ -269,7 +267,7 @@ class RingDotProductAttention(PlannedAttention):
         self,
         prefix: str = "",
         sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: Any = None,
     ) -> dict[str, Any]:
         """Return the state of the stock core attention that this layer replaces: `softmax_offset`,
         if it is learned, split over tensor-parallel ranks.
@@ -277,16 +275,15 @@ class RingDotProductAttention(PlannedAttention):
         With TransformerEngine, such a layer also has an extra state, which is empty without fp8.
         """
         state = self.state_dict(prefix="", keep_vars=True)
-        if state and getattr(self.config, "transformer_impl", "") == "transformer_engine":
+        if state and self.config.transformer_impl == "transformer_engine":
             state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
-        group = (metadata or {}).get("dp_cp_group")  # else both groups are Megatron's global ones
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
-            tp_group=group and self.tp_group,
-            dp_cp_group=group,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
         )
         return sharded
 

@@ -84,6 +84,11 @@ class RingConfig(CallSettings):
         return Split(self.layout, self.windows)
 
     @property
+    def split_of_packed(self) -> Split | None:
+        """Return the split of packed documents (thd), or None if each is split separately."""
+        return self.split if self.whole_rows else None
+
+    @property
     def by_microbatch(self) -> bool:
         """Return True if a rank's tokens or their positions may differ between microbatches."""
         weighs = LAYOUTS[self.layout].weighs

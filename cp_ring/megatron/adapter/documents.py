@@ -40,26 +40,24 @@ class Documents(MicrobatchMask):
 
         cu_seqlens: offsets in the stream, int64 [documents + 1], from `boundaries`.
         """
-        return _in_rows(cu_seqlens.tobytes(), batch, cp, split)
+        offsets = cu_seqlens.tobytes()
+        return of_offsets(offsets, offsets, cp, split, batch)
 
     @classmethod
-    def in_thd(
-        cls, packed: Any, tokens: int, cp: int, ring: RingConfig = RingConfig()
-    ) -> Documents:
+    def in_thd(cls, packed: Any, tokens: int, cp: int, split: Split | None = None) -> Documents:
         """Return the documents of Megatron's `PackedSeqParams` with qkv_format thd; each of `cp`
         ranks holds `tokens` tokens.
 
-        Each document is split over the ranks separately (per-document zigzag). With
-        `ring.whole_rows`, all documents together are split as one sequence, by its layout. Raises
-        `ConfigError` if the parameters contradict each other or the tensors, and for cross
-        attention.
+        `split` splits all documents together, as one sequence; without it each document is split
+        over the ranks separately (per-document zigzag). Raises `ConfigError` if the parameters
+        contradict each other or the tensors, and for cross attention.
         """
         if packed.qkv_format != "thd":
             raise ConfigError(
                 f"packed_seq_params.qkv_format {packed.qkv_format!r}: --cp-ring supports thd only: "
                 "give thd"
             )
-        if getattr(packed, "local_cp_size", None) not in (None, cp):
+        if packed.local_cp_size not in (None, cp):
             raise ConfigError(
                 f"packed_seq_params.local_cp_size {packed.local_cp_size}: this layer runs on all "
                 f"{cp} context-parallel ranks; only attention and multi-token prediction run on "
@@ -86,16 +84,16 @@ class Documents(MicrobatchMask):
                 f"packed_seq_params: cu_seqlens end at {padded[-1]}, but the {cp} ranks of "
                 f"--context-parallel-size hold {tokens} tokens each, {tokens * cp} together"
             )
-        return of_offsets(real.tobytes(), padded.tobytes(), cp, ring.whole_rows, ring.split)
+        return of_offsets(real.tobytes(), padded.tobytes(), cp, split)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DocumentParams(PackedSeqParams):
     """Carries the documents or the mask of a microbatch in sbhd as the argument that Megatron
     passes to every layer and to recomputation.
     """
 
-    documents: MicrobatchMask | None = None
+    documents: MicrobatchMask
 
     @classmethod
     def carry(cls, documents: MicrobatchMask) -> DocumentParams:
@@ -139,8 +137,8 @@ def group_of_microbatch(packed: Any, group: Any) -> Any:
     """Return the group of ranks that share a microbatch: the one in `packed` (packed_seq_params),
     else `group`, the context-parallel one. None means this rank alone.
     """
-    size = getattr(packed, "local_cp_size", None)
-    own = getattr(packed, "cp_group", None)
+    size = packed and packed.local_cp_size
+    own = packed and packed.cp_group
     group = group or ALONE
     if own is None:
         own = ALONE if size == 1 else group
@@ -183,34 +181,14 @@ def documents_of(
     if packed is None:
         return Documents.in_rows(np.arange(batch + 1) * shape[1] * cp, batch, cp, ring.split)
     if not isinstance(packed, DocumentParams):
-        return Documents.in_thd(packed, tokens, cp, ring)
+        return Documents.in_thd(packed, tokens, cp, ring.split_of_packed)
     documents = packed.documents
-    if documents is None:
-        raise ConfigError(
-            "--cp-ring-document-mask: this pipeline stage has no document boundaries for its "
-            "microbatch"
-        )
     if documents.layout.n != tokens * cp or documents.layout.cp != cp:
         raise ConfigError(
             f"{documents.origin}: the boundaries are for {documents.layout.n} tokens over "
             f"{documents.layout.cp} ranks, the tensors hold {tokens} on each of {cp}"
         )
     return documents
-
-
-@cached(maxsize=16)
-def _in_rows(real: bytes, batch: int, cp: int, split: Split) -> Documents:
-    """Return the documents of int64 offsets. The cache holds more entries than two microbatches of
-    every virtual pipeline stage.
-    """
-    offsets = np.frombuffer(real, np.int64)
-    n = int(offsets[-1]) // batch
-    layouts = []
-    for start in range(0, n * batch, n):
-        of_row = offsets[(offsets >= start) & (offsets <= start + n)] - start
-        layouts.append(split.layout_of(n, cp, partial(Mask.documents, of_row, True)))
-    layout = layouts[0] if batch == 1 else Layout.batch(layouts)
-    return Documents(Mask.documents(offsets, False), layout, batch)
 
 
 def boundaries(position_ids: torch.Tensor) -> Ints:
@@ -254,32 +232,30 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
 
 
 @cached(maxsize=64)
-def of_offsets(real: bytes, padded: bytes, cp: int, together: bool, split: Split) -> Documents:
-    """Return the documents of checked int64 offsets. The cache holds far more entries than there
-    are microbatches in flight.
+def of_offsets(
+    real: bytes, padded: bytes, cp: int, split: Split | None, batch: int = 1
+) -> Documents:
+    """Return the documents of checked int64 offsets, without and with padding. `split` splits each
+    batch row; without it each document is split separately. The cache holds far more entries than
+    there are microbatches in flight.
     """
     starts = np.frombuffer(padded, np.int64)
     length = np.diff(np.frombuffer(real, np.int64))
-    layout = (
-        packed_layout(padded, cp, split)
-        if together or cp == 1
-        else Layout.per_document_zigzag(starts, cp)
-    )
+    n = int(starts[-1]) // batch
+    if split is None and cp > 1:
+        layout = Layout.per_document_zigzag(starts, cp)
+    else:
+        split = split or Split()
+        rows = []
+        for first in range(0, n * batch, n):
+            edges = np.unique(starts[(starts >= first) & (starts <= first + n)] - first)
+            rows.append(split.layout_of(n, cp, partial(Mask.documents, edges, True)))
+        layout = rows[0] if batch == 1 else Layout.batch(rows)
     # padding behind a document is a document too; the next line hides it
     edges = np.append(np.stack([starts[:-1], starts[:-1] + length], axis=1), layout.n)
     mask = Mask.documents(edges, False)
     seen = np.isin(mask.pieces.q0, starts[:-1][length > 0])
-    return Documents(replace(mask, pieces=mask.pieces[seen]), layout)
-
-
-@cached(maxsize=64)
-def packed_layout(offsets: bytes, cp: int, split: Split) -> Layout:
-    """Return the layout of packed documents that are split together, as one sequence.
-
-    offsets: int64 [documents + 1], as bytes.
-    """
-    edges = np.unique(np.frombuffer(offsets, np.int64))
-    return split.layout_of(int(edges[-1]), cp, partial(Mask.documents, edges, True))
+    return Documents(replace(mask, pieces=mask.pieces[seen]), layout, batch)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())

@@ -27,7 +27,7 @@ def with_choice(
     Nothing is chosen with latents, which have no heads to exchange, or with a schedule of hops,
     which fits one ring size only.
     """
-    latent = getattr(config, "multi_latent_attention", False) and settings.wire != "plain"
+    latent = config.multi_latent_attention and settings.wire != "plain"
     if (
         settings.heads != "auto"
         or kind not in (None, "p2p")

@@ -1,8 +1,8 @@
 """Finds the latents of Megatron's multi-latent attention, which travel with --cp-ring-wire latent.
 
-Megatron projects the latent to keys and values in `linear_kv_up_proj`, before it calls core
-attention. A forward hook on that module sees its input and holds its weight. Core attention then
-uses Megatron's own keys and values for hop 0, and sends latents.
+Megatron projects the latent to keys and values in `linear_kv_up_proj`, and returns it beside them
+before it calls core attention. Core attention then uses Megatron's own keys and values for hop 0,
+and sends latents.
 
 Shapes: s tokens of this rank, b microbatch, c `kv_lora_rank`, g heads of this rank, n
 `qk_head_dim`, e `v_head_dim`.
@@ -19,6 +19,7 @@ from torch import Tensor
 from cp_ring.comm.latent import Latents
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.asked import Asked, recomputes_attention
+from cp_ring.megatron.wrapping import Function, around
 from cp_ring.options import CallSettings
 from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
@@ -28,22 +29,14 @@ _WITH_NORM = "TELayerNormColumnParallelLinear"
 
 
 class LatentTap:
-    """Holds the input of a layer's `linear_kv_up_proj` during one forward pass, until core
-    attention takes it.
+    """Holds the latents of a layer during one forward pass, until core attention takes them.
+
+    seen: the input of the layer's `linear_kv_up_proj`, and this module.
     """
 
     def __init__(self, tp_group: Any) -> None:
         self._tp_group = tp_group
-        self.linked = False
-        self._seen: tuple[Tensor, Any] | None = None
-
-    def see(self, module: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Keep the input of `linear_kv_up_proj`; this is its forward hook."""
-        latent = inputs[0]
-        # If only the projection is recomputed, its input is a leaf and attention is not called
-        # again.
-        if not (torch.is_grad_enabled() and latent.is_leaf and latent.requires_grad):
-            self._seen = latent, module
+        self.seen: tuple[Tensor, Any] | None = None
 
     def take(self, key_dim: int, value_dim: int) -> Latents:
         """Return the latents [s, b, c] ([s, c] for packed documents) and the weights [g, n, c] and
@@ -51,16 +44,17 @@ class LatentTap:
 
         Raises `ConfigError` if the layer's keys come from elsewhere.
         """
-        if self._seen is None:
+        if self.seen is None:
             raise ConfigError(
                 "--cp-ring-wire latent: keys of this layer do not come from linear_kv_up_proj: "
                 "give --cp-ring-wire plain"
             )
-        (latent, module), self._seen = self._seen, None
+        (latent, module), self.seen = self.seen, None
+        _check(module)
         if type(module).__name__ == _WITH_NORM:
             latent = _normalized(latent, module)
         weight = module.weight
-        if getattr(module.config, "gradient_accumulation_fusion", False):
+        if module.config.gradient_accumulation_fusion:
             weight = _IntoMainGrad.apply(weight)
         by_head = weight.unflatten(0, (-1, key_dim + value_dim))
         return Latents(
@@ -120,31 +114,26 @@ def check_latent(model: Any, ulysses: int, settings: CallSettings) -> None:
         raise ConfigError(line)
 
 
-def link(attention: Any) -> None:
-    """Give the core attention of a multi-latent attention layer access to its latents, if these
-    travel. Each call of the layer begins with it, and the first one has an effect: constructors of
-    subclasses may have replaced `linear_kv_up_proj` and core attention.
+def hand_latents(make: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the method of a multi-latent attention layer that makes queries, keys and values, and
+    returns the latents last: give these to core attention, if they travel.
     """
-    tap = getattr(attention.core_attention, "tap", None)
-    if tap is not None and not tap.linked:
-        _check(attention.linear_kv_up_proj)
-        attention.linear_kv_up_proj.register_forward_hook(tap.see)
-        tap.linked = True
+    made = make(self, *args, **kwargs)
+    if tap := getattr(self.core_attention, "tap", None):
+        tap.seen = made[-1], self.linear_kv_up_proj
+    return made
 
 
 @RUNTIME.cache()
 def linked(attention_class: Any) -> Any:
     """Return a subclass of an attention layer's class whose core attention has access to the
-    latents of the layer (see `link`). The same class always gives the same subclass.
+    latents of the layer (see `hand_latents`). The same class always gives the same subclass.
     """
-
-    class Linked(attention_class):
-        @functools.wraps(attention_class.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            link(self)
-            return super().forward(*args, **kwargs)
-
-    return functools.update_wrapper(Linked, attention_class, updated=())
+    make = attention_class.get_query_key_value_tensors
+    own = {"get_query_key_value_tensors": around(hand_latents)(make)}
+    return functools.update_wrapper(
+        type("Linked", (attention_class,), own), attention_class, updated=()
+    )
 
 
 def _check(module: Any) -> None:

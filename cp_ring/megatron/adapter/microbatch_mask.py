@@ -61,19 +61,15 @@ class MicrobatchMask:
         """Return the positions, for rotary embeddings, of the tokens that `rank` holds: int64 [n /
         cp, batch]. Those of a document begin at 0: angles of small positions are more accurate.
         """
-        (first, position), tokens = self.whole.segments, self.layout.positions(rank)
-        segment = np.searchsorted(first, tokens, "right") - 1
-        positions = torch.from_numpy(tokens - first[segment] + position[segment])
-        return positions.view(self.batch, -1).transpose(0, 1)
+        positions = torch.from_numpy(self.whole.positions)
+        return self.shard(positions, rank).transpose(0, 1)
 
     @property
     def longest(self) -> int:
         """The number of positions of rotary embeddings, rounded up to a power of two: Megatron
         keeps the embeddings of each number that it meets.
         """
-        first, position = self.whole.segments
-        most = int((np.diff(first, append=self.whole.n) + position).max(initial=1))
-        return min(1 << (most - 1).bit_length(), self.row)
+        return min(1 << int(self.whole.positions.max()).bit_length(), self.row)
 
     def last(self) -> torch.Tensor:
         """Return True for tokens without a next token, the last one of each sequence and padding:
@@ -120,11 +116,10 @@ class MicrobatchMask:
         """Return the indices in their batch rows of the tokens that `rank` holds: int64 [n / cp,
         batch].
         """
-        places = torch.from_numpy(self.layout.positions(rank) % self.row)
-        return places.view(self.batch, -1).transpose(0, 1)
+        return self.shard(torch.arange(self.layout.n) % self.row, rank).transpose(0, 1)
 
     def shard(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part [batch, n / cp] of `x` [batch, n] that `rank` holds."""
+        """Return the part [batch, n / cp] that `rank` holds of `x`, [batch, n] or as one stream."""
         index = torch.from_numpy(self.layout.positions(rank)).to(x.device)
         return x.reshape(-1).index_select(0, index).view(self.batch, -1)
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
 
 from cp_ring.comm.groups import choose_for
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
-from cp_ring.megatron.adapter.asked import layer_problem, window_problem
+from cp_ring.megatron.adapter.asked import layer_problem, window_of_layer, window_problem
 from cp_ring.megatron.adapter.comm_types import spec_of_layer
 from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.documents import (
@@ -65,7 +64,7 @@ class PlannedAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.ring = ring or in_force()
-        cp = getattr(config, "context_parallel_size", 1)
+        cp = config.context_parallel_size
         self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
         if self.cp_group.size() != cp:
             raise ConfigError(
@@ -162,23 +161,19 @@ class PlannedAttention(MegatronModule):
         spec = spec_of_layer(kind, self.ring, self.config, tp, group.size())
         return with_choice(spec, kind, self.ring, self.config, tp, group)
 
-    def check_batch_mask(
-        self, attention_mask: torch.Tensor, mask: str, tokens: int, packed_seq_params: Any
-    ) -> None:
+    def check_batch_mask(self, attention_mask: torch.Tensor, mask: str, plan: AnyPlan) -> None:
         """Raise `ConfigError` unless the mask tensor is the declared causal mask of this rank's
-        `tokens`.
+        tokens in `plan`, which for documents is that of one rank.
         """
-        if packed_seq_params is not None or mask != "causal":
-            declared = "the documents" if packed_seq_params is not None else f"the mask type {mask}"
+        if mask != "causal" or not isinstance(plan, Plan):
+            declared = f"the mask type {mask}" if isinstance(plan, Plan) else "the documents"
             raise ConfigError(
                 f"the batch holds an attention mask beside {declared}, which ring attention "
                 "computes itself: give --no-create-attention-mask-in-dataloader"
             )
         from cp_ring.megatron.adapter.batch_mask import accept_causal  # few batches hold a mask
 
-        cp = self.cp_group.size()
-        layout = self.ring.split.layout_of(tokens * cp, cp)
-        accept_causal(attention_mask, layout, self.cp_group.rank())
+        accept_causal(attention_mask, plan.layout, self.cp_group.rank())
 
 
 @RUNTIME.cache(maxsize=64)
@@ -227,6 +222,4 @@ def _window(config: Any, layer_number: int, mask: str) -> tuple[int, int]:
             f"--window-attn-skip-freq has {len(frequency)} entries, but there is a layer "
             f"{layer_number}: give one entry for each layer"
         )
-    if is_layer_window_attention(window, frequency, layer_number):
-        return int(window[0]), int(window[1])
-    return -1, -1
+    return window_of_layer(config, layer_number)

@@ -68,7 +68,7 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
     ring = in_force()
     if not ring.by_microbatch:
         return None
-    if isinstance(packed, DocumentParams) and packed.documents is not None:
+    if isinstance(packed, DocumentParams):
         return packed.documents.positions(group.rank()), packed.documents.places(group.rank())
     if _selected.get() is not None:
         return None
@@ -101,7 +101,7 @@ def turn_documents(
 ) -> torch.Tensor:
     """Replace Megatron's `_apply_rotary_pos_emb_thd`, for documents that are split together."""
     offsets = offsets_on_cpu(cu_seqlens).tobytes()
-    documents = of_offsets(offsets, offsets, cp_group.size(), True, in_force().split)
+    documents = of_offsets(offsets, offsets, cp_group.size(), in_force().split)
     in_sequence, in_document = _positions(documents, cp_group.rank(), freqs.device)
     wanted = in_sequence if freqs.shape[0] == documents.layout.n else in_document
     picked = freqs.index_select(0, wanted)

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import boundaries
-from cp_ring.megatron.adapter.microbatch_mask import KEY
+from cp_ring.megatron.adapter.microbatch_mask import KEY, narrowed
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.data.masks import read
 from cp_ring.megatron.data.packing import balanced_order, imbalance
@@ -38,7 +38,8 @@ class BalancedSampler:
     the rows of each step in balanced order.
 
     Args:
-        sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch.
+        sampler: Megatron's, for one data-parallel rank. Steps begin with its first microbatch. All
+            ranks have equally many.
         microbatches: microbatches of a rank in a step.
         work: returns the work of rows, float64 [rows], by their numbers, int64 [rows].
     """
@@ -55,23 +56,19 @@ class BalancedSampler:
     def __iter__(self) -> Iterator[list[int]]:
         rank = self.sampler.data_parallel_rank
         ranks = _ranks(self.sampler)
-        streams = itertools.zip_longest(
+        streams = zip(
             *(
                 self.sampler if each == rank else _of_rank(self.sampler, each)
                 for each in range(ranks)
-            )
+            ),
+            strict=True,
         )
         # A sampler that restarts after the last row may do so within a step.
         while step := list(
             itertools.islice(streams, self.microbatches - self._given % self.microbatches)
         ):
             self._given += len(step)
-            whole = all(one is not None for one in itertools.chain(*step))
-            yield from (
-                self._ordered(step)[rank]
-                if whole
-                else [each[rank] for each in step if each[rank] is not None]
-            )
+            yield from self._ordered(step)[rank]
 
     def _ordered(self, step: list[tuple[list[int], ...]]) -> list[list[list[int]]]:
         """Balance the rows of a step: [microbatches, ranks, rows] as read to [ranks, microbatches,
@@ -157,23 +154,11 @@ def _trains(dataset: Any) -> bool:
 def work_of(dataset: Any, index: int) -> float:
     """Return the attention work of row `index`, in query-key pairs summed over all layers."""
     row = row_of(dataset, index)
-    return float(sum(count * _pairs(row, window) for window, count in in_force().windows))
+    return float(sum(count * narrowed(row, window).area() for window, count in in_force().windows))
 
 
-def _pairs(row: Mask | Ints, window: tuple[int, int]) -> int:
-    """Return the pairs of a mask, or of documents with these offsets, within a window."""
-    if isinstance(row, Mask):
-        return (row if window == (-1, -1) else row & window).area()
-    length = np.diff(row)
-    if window[0] < 0:
-        return int((length * (length + 1) // 2).sum())
-    seen = np.minimum(length, window[0] + 1)  # the keys of a document's last query
-    return int((seen * (seen + 1) // 2 + (length - seen) * seen).sum())
-
-
-def row_of(dataset: Any, index: int) -> Mask | Ints:
-    """Return the offsets of the documents of row `index`, int64 [documents + 1], or its declared
-    mask.
+def row_of(dataset: Any, index: int) -> Mask:
+    """Return the mask of row `index`, of its documents or declared.
 
     `PackedConversations` know the documents of their rows, also in a blend. For other data sets the
     sample is read.
@@ -185,11 +170,11 @@ def row_of(dataset: Any, index: int) -> Mask | Ints:
     if numbers[0] is not None and numbers[1] is not None:
         return row_of(dataset.datasets[int(numbers[0][index])], int(numbers[1][index]))
     if hasattr(dataset, "offsets"):
-        offsets: Ints = dataset.offsets(index)
-        return offsets
+        return Mask.documents(dataset.offsets(index))
     sample = dataset[index]
     if current().kinds:
         return read(sample.get(KEY), 1, len(sample["tokens"]), current().kinds)[0]
-    if sample.get("cu_seqlens") is not None:
-        return np.asarray(sample["cu_seqlens"], np.int64)
-    return boundaries(sample["position_ids"].unsqueeze(-2))
+    offsets = sample.get("cu_seqlens")
+    if offsets is None:
+        offsets = boundaries(sample["position_ids"].unsqueeze(-2))
+    return Mask.documents(offsets)

@@ -42,14 +42,11 @@ class DeclaredMask(MicrobatchMask):
         batch row differs from its index. Position ids with sections do not change.
         """
         ids = whole.get("position_ids")
-        starts = np.arange(self.batch) * self.row
-        first, position = self.whole.segments
-        stock = np.array_equal(first, starts) and not position.any()
+        positions = self.whole.positions
+        stock = np.array_equal(positions, np.arange(self.layout.n) % self.row)
         if ids is None or ids.dim() == 3 or stock:
             return whole
-        return whole | {
-            "position_ids": torch.from_numpy(self.whole.positions).view(ids.shape).to(ids)
-        }
+        return whole | {"position_ids": torch.from_numpy(positions).view(ids.shape).to(ids)}
 
 
 def _narrowed_before(mask: Mask, window: tuple[int, int]) -> Mask:
@@ -71,8 +68,10 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
             f"{KEY} holds {len(several)} masks for {batch} batch rows: give one for each, or one "
             "for all"
         )
-    masks = [_mask(each) for each in several]
-    for mask in masks:
+    for mask in several:
+        if not isinstance(mask, Mask):
+            kind = type(mask).__name__
+            raise ConfigError(f"{KEY} is a {kind}, not a Mask, or a list of them")
         if mask.n != n:
             raise ConfigError(f"{KEY} is for {mask.n} tokens, but a batch row has {n}")
         name = mask.name.replace("_", "-")
@@ -86,10 +85,4 @@ def read(entry: Any, batch: int, n: int, kinds: Sequence[str]) -> list[Mask]:
                 f"{KEY} has positions up to {mask.positions.max()}, past the {n} tokens of a batch "
                 "row"
             )
-    return masks
-
-
-def _mask(entry: Any) -> Mask:
-    if not isinstance(entry, Mask):
-        raise ConfigError(f"{KEY} is a {type(entry).__name__}, not a Mask, or a list of them")
-    return entry
+    return [*several]

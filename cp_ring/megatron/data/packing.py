@@ -184,12 +184,10 @@ def _longest_first(work: Work, groups: int) -> Ints:
     first, and each goes to the least loaded group with room.
     """
     room = len(work) // groups
-    members = np.zeros((groups, room), np.int64)
-    count = np.zeros(groups, np.int64)
+    members: list[list[int]] = [[] for _ in range(groups)]
     load = np.zeros(groups)
-    for item in np.argsort(-work, kind="stable"):
-        group = int(np.argmin(np.where(count < room, load, np.inf)))
-        members[group, count[group]] = item
-        count[group] += 1
-        load[group] += work[item]
-    return members
+    for item in np.argsort(-work, kind="stable").tolist():
+        group = int(load.argmin())
+        members[group].append(item)
+        load[group] += work[item] if len(members[group]) < room else np.inf
+    return np.array(members)

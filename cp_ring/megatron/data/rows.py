@@ -13,7 +13,8 @@ from cp_ring.comm.groups import transport_for
 from cp_ring.comm.same_batch import check_same_batch
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
-from cp_ring.megatron.adapter.microbatch_mask import KEY
+from cp_ring.megatron.adapter.documents import DocumentParams
+from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
 from cp_ring.megatron.settings import current
 
 if TYPE_CHECKING:
@@ -30,17 +31,23 @@ def check_rows(batch: Mapping[str, Any], group: Any) -> None:
         check_same_batch(transport, tensors, current().compare_every)
 
 
-def on_this_cp_rank(batch: dict[str, torch.Tensor], rank: int, cp: int) -> dict[str, torch.Tensor]:
+def on_this_cp_rank(
+    batch: dict[str, torch.Tensor], rank: int, cp: int, carried: MicrobatchMask | None
+) -> dict[str, Any]:
     """Return the part [b, n / cp] of each tensor [b, n] that context-parallel rank `rank` of `cp`
-    holds with the current layout.
+    holds, and the documents or the mask of the microbatch, which split it, as `packed_seq_params`.
+    Without these the layout in force splits each batch row.
     """
-    if cp == 1:
-        return batch
-    split = in_force().split
-    return {
-        name: split.layout_of(tensor.shape[1], cp).shard(tensor, rank, 1)
-        for name, tensor in batch.items()
-    }
+    if carried is not None:
+        parts = {name: carried.shard(tensor, rank) for name, tensor in batch.items()}
+        return parts | {"packed_seq_params": DocumentParams.carry(carried)}
+    if cp > 1:
+        split = in_force().split
+        batch = {
+            name: split.layout_of(tensor.shape[1], cp).shard(tensor, rank, 1)
+            for name, tensor in batch.items()
+        }
+    return batch | {"packed_seq_params": None}
 
 
 def declare(entry: Any, batch: int, n: int, cp: int) -> DeclaredMask:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from cp_ring.megatron import compat
 from cp_ring.megatron.data.packing import PADDING, PackedRows, pack
 from cp_ring.megatron.rejection import first_line
 from cp_ring.megatron.settings import current
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ranges import Ints, expand
 
 Conversation = list[dict[str, Any]]
 
@@ -262,21 +262,21 @@ class PackedConversations(MegatronDataset):
         return self.packing.rows if self.num_samples is None else int(self.num_samples)
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        pieces = self.packing.pieces((index or 0) % self.packing.rows)
+        document, start, length = np.array(pieces).T
+        first = self._tokens.offsets[document] + start
+        piece, place = expand(first, length)
+        targets = np.append(self._tokens.targets[place][1:], IGNORED)
+        targets[np.cumsum(length) - 1] = IGNORED  # of the last token of each piece
         n = self.config.sequence_length
-        integers = ("tokens", "labels", "position_ids")
-        row = {name: torch.zeros(n, dtype=torch.int64) for name in integers}
+        used = len(place)
+        row = {name: torch.zeros(n, dtype=torch.int64) for name in ("tokens", "labels")}
         row["loss_mask"] = torch.zeros(n, dtype=torch.float32)
-        at = 0
-        for tokens, targets in self._pieces((index or 0) % self.packing.rows):
-            place = slice(at, at + len(tokens) - 1)
-            end = at + len(tokens)
-            row["tokens"][at:end] = torch.from_numpy(tokens)
-            row["position_ids"][at:end] = torch.arange(len(tokens))
-            following = torch.from_numpy(targets[1:])
-            row["loss_mask"][place] = (following != IGNORED).float()
-            row["labels"][place] = following.clamp(min=0)
-            at = end
-        row["position_ids"][at:] = torch.arange(n - at) % PADDING
+        row["tokens"][:used] = torch.from_numpy(self._tokens.tokens[place])
+        row["labels"][:used] = torch.from_numpy(targets.clip(0))
+        row["loss_mask"][:used] = torch.from_numpy(targets != IGNORED)
+        positions = [place - first[piece], np.arange(n - used) % PADDING]
+        row["position_ids"] = torch.from_numpy(np.concatenate(positions))
         if index is None:  # Megatron pads a batch with such samples
             row["loss_mask"].zero_()
         return row
@@ -284,15 +284,6 @@ class PackedConversations(MegatronDataset):
     def offsets(self, row: int) -> Ints:
         """Return the offsets of a row's conversations and padding, as `PackedRows.cu_seqlens`."""
         return self.packing.cu_seqlens(row % self.packing.rows)
-
-    def _pieces(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for document, start, length in self.packing.pieces(row):
-            first = int(self._tokens.offsets[document]) + start
-            place = slice(first, first + length)
-            yield (
-                self._tokens.tokens[place].astype(np.int64),
-                self._tokens.targets[place].astype(np.int64),
-            )
 
 
 def _digest_of_tokenizer(path: Any) -> str:

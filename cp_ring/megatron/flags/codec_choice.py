@@ -27,7 +27,7 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     `ConfigError` if latents were asked for and cannot travel.
     """
     cp = args.context_parallel_size
-    latent = getattr(args, "multi_latent_attention", False)
+    latent = args.multi_latent_attention
     if cp == 1:
         return "plain"
     if latent and SPARSE in letters_of(args):

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cp_ring.errors import ConfigError, Reasons
-from cp_ring.megatron.adapter.asked import Asked, Check, recomputes_attention, reject_where
+from cp_ring.megatron.adapter.asked import (
+    Asked,
+    Check,
+    recomputes_attention,
+    reject_where,
+    window_of_layer,
+)
 from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import comm_types
@@ -24,8 +31,7 @@ from cp_ring.megatron.flags.checks_job import HERE, JOB
 from cp_ring.megatron.flags.layer_pattern import attention_layers, letters_of, pattern_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.megatron.settings import configure
-from cp_ring.runtime import RUNTIME
+from cp_ring.megatron.settings import configure, current
 
 _CPU_SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -57,8 +63,10 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             # ring attention does not need these s x s booleans
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
-        options = _with_chosen_wire(args, _with_named_type(args, options, sys.argv[1:]))
-        options = with_way(args, options)
+        if options.wire == "auto":  # Megatron may parse its flags again after the choice
+            args.cp_ring_wire = current().wire
+            options = replace(options, wire=args.cp_ring_wire)
+        options = with_way(args, _with_named_type(args, options, sys.argv[1:]))
         args.cp_ring_recurrent = options.recurrent
         configure(options, windows=windows_of(args) if options.enabled else None)
     return args
@@ -77,8 +85,8 @@ def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
 
                 wire = choose_wire(args, options)
             if options.wire == "auto":
-                _chosen[tuple(sys.argv)] = wire
-            options = _with_chosen_wire(args, options)
+                args.cp_ring_wire = wire
+                options = replace(options, wire=wire)
             configure(options)
             prefer_messages(args)
             note_loss(args, options)
@@ -171,29 +179,8 @@ def windows_of(args: argparse.Namespace) -> LayerWindows | None:
     layers = attention_layers(args)
     if not layers:
         return None
-    window = getattr(args, "window_size", None)
-    every = getattr(args, "window_attn_skip_freq", None)
-    if window is None:
-        return (((-1, -1), len(layers)),)
-    narrow = len(layers)
-    if every is not None:
-        narrow = sum(
-            bool(every[layer - 1] if isinstance(every, list) else layer % every) for layer in layers
-        )
-    windows = (((int(window[0]), int(window[1])), narrow), ((-1, -1), len(layers) - narrow))
-    return tuple((its, count) for its, count in windows if count)
-
-
-_chosen: dict[tuple[str, ...], str] = RUNTIME.keep({})
-"""The chosen wire codec by command line."""
-
-
-def _with_chosen_wire(args: argparse.Namespace, options: Options) -> Options:
-    """Return the settings with the codec that was already chosen for this command line, because
-    Megatron parses it more than once.
-    """
-    args.cp_ring_wire = _chosen.get(tuple(sys.argv), options.wire)
-    return replace(options, wire=args.cp_ring_wire)
+    counts = Counter(window_of_layer(Asked(args), layer) for layer in layers)
+    return tuple(sorted(counts.items(), reverse=True))
 
 
 def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
