@@ -28,7 +28,14 @@ from cp_ring.plan.rank_plan import rank_plan
 from cp_ring.plan.records import Fact, PlanTables, RankPlan
 from cp_ring.plan.report import Report, report
 from cp_ring.plan.routes import DEFAULT, ROUTES, tables_of
-from cp_ring.plan.schedule import Schedule, ring_distance, text
+from cp_ring.plan.schedule import (
+    AUTO,
+    SLOT_SHARDS,
+    Schedule,
+    of_backward,
+    ring_distance,
+    text,
+)
 from cp_ring.plan.sizes.device_rates import running
 from cp_ring.plan.time import AttentionTime, Conditions, Traffic, least
 from cp_ring.runtime import RUNTIME
@@ -102,9 +109,14 @@ class PlanSpec:
         if mask.n != layout.n:
             raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
         mine = None if rank is None or not route.local else rank // self.ulysses
-        ring = tables_of(
-            mask, members, self.route, self.schedule, self.slot_shards, mine, self.ulysses
-        )
+        most = self.slot_shards
+        ring = tables_of(mask, members, self.route, self.schedule, most, mine, self.ulysses)
+        if self.schedule == AUTO:
+            shard = int(members.tokens_per_rank.max())
+            hops = of_backward(ring.schedule, most or SLOT_SHARDS, shard)
+            if hops != ring.schedule:
+                back = tables_of(mask, members, self.route, hops, most, mine, self.ulysses)
+                ring = replace(ring, of_backward=back)
         return Plan(ring, layout, self.ulysses)
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:

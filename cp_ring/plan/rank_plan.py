@@ -89,6 +89,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         identity(plan),
         len(plan.mask.pieces),
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
+        back=rank_plan(plan.of_backward, rank) if plan.of_backward else None,
     )
 
 
@@ -139,10 +140,10 @@ def identity(plan: PlanTables) -> tuple[Fact, ...]:
     The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan`
     makes one rank's share of the tables only.
     """
-    words = shorten(str(plan.schedule), 80, placeholder=" ...")
+    hops = plan.schedule + (plan.of_backward.schedule if plan.of_backward else ())
     return (
         Fact("mask", plan.mask.digest, repr(plan.mask)),
         Fact("layout", plan.layout.digest, repr(plan.layout)),
         Fact("route", repr(plan.route), plan.route),
-        Fact("schedule", repr(plan.schedule), words),
+        Fact("schedule", repr(hops), shorten(str(hops), 80, placeholder=" ...")),
     )
