@@ -151,7 +151,8 @@ def _own_split(fault):
         # else the certificate asks for positions, which are no part of training
         if cp == 1 or "labels" not in batch:
             return mine
-        return mine | fault(mine, batch, lambda other: split(batch, other, cp, carried))
+        parts = {name: mine[name] for name in batch}
+        return mine | fault(parts, batch, lambda other: split(batch, other, cp, carried))
 
     return faulty
 
