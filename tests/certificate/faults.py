@@ -328,9 +328,10 @@ def _totals(operation, rounded):
 
     def faulty(work, *given):
         work(*given)
-        for total in given[rounded]:
-            if total is not None:
-                total.copy_(total.bfloat16())
+        for totals in given[rounded]:
+            for total in [totals] if torch.is_tensor(totals) else totals or []:
+                if total is not None:
+                    total.copy_(total.bfloat16())
 
     return _at(f"cp_ring.ops.totals.{operation}", faulty)
 
