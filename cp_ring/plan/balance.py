@@ -203,12 +203,12 @@ def balance(layers: Layers, layout: Layout) -> float:
     return float(load.max() / load.mean()) if load.any() else 1.0
 
 
-def chunk_work(layers: Layers, edges: Ints) -> Ints:
-    """Return the allowed pairs of each chunk's queries, summed over layers, int64 [chunks]."""
-    work = np.zeros(len(edges) - 1, np.int64)
+def chunk_work(layers: Layers, edges: Ints) -> Floats:
+    """Return the allowed pairs of each chunk's queries, summed over layers, float64 [chunks]."""
+    work = np.zeros(len(edges) - 1)
     for mask, count in layers:
         tiles, chunk, _ = split_at_edges(mask.pieces, edges, np.array([0, mask.n]))
-        work += count * np.bincount(chunk, tiles.area(), len(work)).astype(np.int64)
+        work += count * np.bincount(chunk, tiles.area(), len(work))
     return work
 
 

@@ -27,7 +27,6 @@ import numpy as np
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import (
-    MAX_TOKENS,
     Ints,
     check_all,
     digest,
@@ -36,6 +35,7 @@ from cp_ring.plan.ranges import (
     runs,
     size_within,
     starts_of,
+    stream_length,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from cp_ring.plan.balance import Layers
 
 MAX_RANKS = 1 << 20
-_MOST_WORK = 1 << 62  # pairs that int64 can count
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,9 +177,7 @@ class Layout:
 
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
-        n, cp = integer(n, "n"), _size(cp)
-        if n > MAX_TOKENS:
-            raise PlanError(f"{name} layout of {n} tokens: a stream holds at most {MAX_TOKENS}")
+        n, cp = stream_length(n), _size(cp)
         if n < len(owner):
             raise PlanError(
                 f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has "
@@ -325,11 +322,6 @@ def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
         raise PlanError(
             f"the masks of the layers are for {', '.join(map(str, sorted(lengths)))} tokens: they "
             "must have one length"
-        )
-    if sum(int(count) * mask.area() for mask, count in layers) >= _MOST_WORK:
-        raise PlanError(
-            f"{', '.join(str(count) for _, count in layers)} layers of {layers[0][0].n} tokens "
-            "have more pairs of a query and a key than 64 bits can count"
         )
     return layers
 

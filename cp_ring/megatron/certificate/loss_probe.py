@@ -38,7 +38,7 @@ from cp_ring.megatron.certificate.tiny_run import (
     tiny_runs,
 )
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
-from cp_ring.plan.sizes.attention_sizes import widening
+from cp_ring.plan.sizes.attention_sizes import WIRES
 
 
 def probe_losses(
@@ -121,8 +121,9 @@ def _probe_loss(
     # and matrix products on CUDA may round to TF32
     fine = args.params_dtype == torch.float32 or settings.current().enabled
     of_losses, of_gradients = (1e-4, 1e-4) if fine and not wanted.is_cuda else (1e-2, 1e-1)
-    wider, about = widening(settings.current().wire), ("tiny model", batch.mask)
-    bound = of_losses + wider
+    # `auto` never chooses a codec that costs accuracy
+    wider = WIRES.get(settings.current().wire, WIRES["plain"]).widening
+    about, bound = ("tiny model", batch.mask), of_losses + wider
     place = f"worst at {worst_of(difference, batch.mine.repeat(len(masks), 1))}"
     error = float(difference.norm() / wanted.norm())
     yield Probe("loss of each token", *about, error, bound, place)

@@ -51,7 +51,7 @@ def _sizes(args: argparse.Namespace, wire: str) -> AttentionSizes:
 def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
     other = "latent" if WIRES[chosen].plain else "plain"
     own, others = (
-        _sizes(args, wire).wire_key_bytes // args.micro_batch_size for wire in (chosen, other)
+        _sizes(args, wire).on_wire()[0] // args.micro_batch_size for wire in (chosen, other)
     )
     choice = f" is {chosen}" if asked != chosen else ""
     widening = WIRES[chosen].widening

@@ -66,13 +66,6 @@ class Wire:
         return 2 * self.error
 
 
-def widening(wire: str) -> float:
-    """Return `Wire.widening` of a codec by its name; 0 for `auto`, which never chooses a codec that
-    costs accuracy.
-    """
-    return 0.0 if wire == "auto" else WIRES[wire].widening
-
-
 WIRES = {
     wire.name: wire
     for wire in (
@@ -129,11 +122,6 @@ class AttentionSizes:
     def codec(self) -> Wire:
         """The widths of the codec."""
         return WIRES[self.wire]
-
-    @property
-    def wire_key_bytes(self) -> int:
-        """Bytes of a token's keys and values as they travel, in all batch rows."""
-        return self.on_wire()[0]
 
     @property
     def element(self) -> int:
