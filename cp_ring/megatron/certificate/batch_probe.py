@@ -132,13 +132,17 @@ def _same(key: str, mine: Any, whole: Any, shape: Any) -> bool:
         tensors = [x for x in (mine, whole) if isinstance(x, Tensor)]
         return not tensors or (len(tensors) == 2 and torch.equal(*tensors))
     rank = compat.group_of(None, "cp").rank()
-    first, second = (_documents(packed, shape) for packed in (mine, whole))
-    alike = torch.equal(first.positions(rank), second.positions(rank))
-    return alike and bool(first.mask().digest == second.mask().digest)
+    first, second = (
+        documents and (documents.positions(rank).tolist(), documents.mask().digest)
+        for documents in (_documents(packed, shape) for packed in (mine, whole))
+    )
+    return bool(first == second)
 
 
 def _documents(packed: Any, shape: Any) -> Any:
-    """Return the documents of `packed_seq_params` whose tokens on this rank have this shape."""
+    """Return the documents of `packed_seq_params` whose tokens on this rank have this shape; None
+    without any, as of a microbatch whose documents are lost.
+    """
     cp = compat.group_of(None, "cp").size()
     return documents_of(without_whole_rows(packed, shape[1] * cp), shape, cp, in_force())
 
@@ -154,7 +158,7 @@ def compare(ours: Seen, truth: Seen, batch: Batch, seed: int) -> Iterator[Probe]
     packed, shape = batch.packed, batch.mine.shape
     if not isinstance(packed, DocumentParams):  # a script may find documents by itself
         packed = truth.get("packed", packed)
-        batch = replace(batch, split=_documents(packed, shape))
+        batch = replace(batch, split=_documents(packed, shape) or batch.split)
     for name, shown in NAMES.items():
         mine, whole = ours.get(name), truth.get(name)
         # A model that splits positions itself, such as positions of several axes, gets whole ones;

@@ -36,7 +36,6 @@ BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", 
 STATE = 16  # channels of a head of a recurrent layer, and of its state
 SIZES_OF_STATES = "mamba_head_dim mamba_state_dim linear_key_head_dim linear_value_head_dim"
 HIDDEN = 64
-EXPERTS = 4
 CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Arguments with which Megatron's scripts pack their batches."""
@@ -134,7 +133,7 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     if config.num_moe_experts:  # a few on each rank
         balance = config.moe_router_load_balancing_type
         values |= {
-            "num_moe_experts": min(config.num_moe_experts, max(EXPERTS, config.moe_router_topk)),
+            "num_moe_experts": min(config.num_moe_experts, max(4, config.moe_router_topk)),
             "moe_ffn_hidden_size": HIDDEN * tp,
             # Megatron defines it by the tokens of a rank, so another cp size makes another model.
             "moe_router_load_balancing_type": "none" if "sinkhorn" in balance else balance,
@@ -187,8 +186,8 @@ def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKin
     experts = expert_layers(args) if getattr(args, "num_experts", None) else ()
     alike = [*zip_longest(main_layers(main), () if pattern_of(args) else experts)]
     first = [1 + alike.index(each) for each in alike] + [kind.layer for kind in kinds]
-    depths = [getattr(args, "mtp_num_layers", None) or 1, *map(len, further)]
-    return min(args.num_layers, max(depths + first))
+    first += [getattr(args, "mtp_num_layers", None) or 1, *map(len, further)]
+    return min(args.num_layers, max(first))
 
 
 def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
