@@ -82,7 +82,8 @@ def makers():
 
 
 def one_source_in_backward(mask):
-    plan, back = (Plan.build(mask, Layout.zigzag(96, 4), schedule=x) for x in ("auto", "ring"))
+    layout = Layout.zigzag(96, 4)
+    plan, back = (Plan.build(mask, layout, schedule=x) for x in ("auto", "ring"))
     return replace(plan, ring=replace(plan.ring, of_backward=back.ring))
 
 
