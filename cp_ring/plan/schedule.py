@@ -166,10 +166,11 @@ def of_backward(hops: Schedule, slot_shards: int, shard: int) -> Schedule:
 
     Where `auto` gave that of the rule, so that a source is most of a shard, a hop of backward
     brings the keys of at most `LONG` tokens, or one source: it holds gradients beside keys, and
-    computes 2.5 times as long as forward.
+    computes 2.5 times as long as forward. Rings of more than `MOST_MEMBERS` would have too many
+    hops.
     """
     cp, most = len(hops), min(slot_shards, max(1, LONG // shard))
-    return auto(cp, most) if hops == auto(cp, slot_shards) else hops
+    return auto(cp, most) if hops == auto(cp, slot_shards) and cp <= MOST_MEMBERS else hops
 
 
 def ring_distance(rank: Ints | int, owner: Ints | int, cp: int) -> Any:
