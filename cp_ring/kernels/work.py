@@ -26,6 +26,7 @@ from cp_ring.plan.lower import Lowered, call_groups, lower
 from cp_ring.plan.proof import check_work
 from cp_ring.plan.ranges import Ints
 from cp_ring.plan.records import Hop, RankPlan
+from cp_ring.plan.schedule import LONG
 from cp_ring.plan.tiles import OPEN
 from cp_ring.plan.updates import Update, gradient_updates, query_updates
 from cp_ring.runtime import RUNTIME
@@ -124,10 +125,6 @@ def _make_work(
         ):
             segments.blocks(device)
     return work
-
-
-LONG = 8_192
-"""Keys that are never too many for one call of backward."""
 
 
 def _of_fewer_keys(hop: Hop, most: int) -> Iterator[Hop]:

@@ -24,14 +24,14 @@ class Tokens(NamedTuple):
     q: int
     b: int
     h: int
+    size: int
 
 
 def tokens_of(x: Tensor, dim: int) -> Tokens:
     """Return x as kernels take it. Its tokens are dimension `dim`, 0 or 1, its heads 2."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    first, second, heads, _ = x.stride()
-    return Tokens(x, second, first, heads) if dim else Tokens(x, first, second, heads)
+    return Tokens(x, x.stride(dim), x.stride(1 - dim), x.stride(2), x.shape[-1])
 
 
 @triton.jit
@@ -59,22 +59,20 @@ def places_in_part(entry, count, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(tokens, at, b, h, count, size, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr):
+def load_tokens(tokens, at, b, h, count, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr):
     """Load the first `count` of the tokens `at` of one head in float32 [BLOCK_Q, BLOCK_E]; zeros
     elsewhere.
     """
     e = tl.arange(0, BLOCK_E)[None, :]
-    inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
+    inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < tokens.size)
     place = at[:, None] * tokens.q + b * tokens.b + h * tokens.h + e
     return tl.load(tokens.x + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tokens(
-    tokens, value, at, b, h, count, size, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr
-):
+def store_tokens(tokens, value, at, b, h, count, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr):
     """Store the tokens that `load_tokens` loads, in the dtype of the tensor."""
     e = tl.arange(0, BLOCK_E)[None, :]
-    inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < size)
+    inside = (tl.arange(0, BLOCK_Q)[:, None] < count) & (e < tokens.size)
     place = at[:, None] * tokens.q + b * tokens.b + h * tokens.h + e
     tl.store(tokens.x + place, value, mask=inside)

@@ -12,11 +12,6 @@ from cp_ring.ops.fused import FusedFunction
 from cp_ring.ops.segments import Segments, tokens
 from cp_ring.runtime import RUNTIME
 
-Weights = dict[int, tuple[Tensor, Tensor]]
-"""Memory of the weights of t tokens by t: viewed as [b, h, t] like lse, and as [b, t, h, 1] like
-out, in whose order `lerp_` takes half the time.
-"""
-
 _UNSEEN = -1e30
 """A number below the lse of any query that saw a key."""
 
@@ -30,7 +25,6 @@ def merge(
     running: Tensor | None,
     lse: Tensor,
     result: Tensor,
-    weights: Weights | None = None,
 ) -> None:
     """Run one update: merge partial `outs` [b, t, h, e] and `lses` [b, h, t], one by one, with the
     stored total, and store the new one. A part's weight w is its share of the softmax:
@@ -45,32 +39,26 @@ def merge(
     `running` [b, kept, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
     lse in `lse_dtype`. Complete tokens go to `result` [b, s, h, e], which is empty if there are
     none. If `running` is None, `result` holds the running total too. Tokens that no part has get 0
-    and -inf. On CUDA, with Triton, it is one kernel; elsewhere updates of
-    one total share the memory of `weights`.
+    and -inf. On CUDA, with Triton, it is one kernel.
     """
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
     if fits and _fused.run(segments, outs, lses, running, lse, result):
         return
-    weights = {} if weights is None else weights
     for segment in segments.each:
         target, total, places = segment.begin(outs, running, result, 1)
         total_lse = tokens(lse, 2, segment.start, segment.size)
-        if not segment.places:
-            total_lse.fill_(-math.inf)
-        elif segment.first:
+        if segment.first and segment.places:
             total_lse.copy_(segment.take(segment.places[0], lses, 2))
+        elif segment.first:
+            total_lse.fill_(-math.inf)
         for place in places:
             out_part, lse_part = segment.take(place, outs, 1), segment.take(place, lses, 2)
-            if segment.size not in weights:
-                weight = total.new_empty(total.shape[:3])
-                weights[segment.size] = weight.transpose(1, 2), weight.unsqueeze(3)
-            by_head, by_token = weights[segment.size]
+            # in the order of out, in which `lerp_` takes half the time
+            weight = total.new_empty(total.shape[:3])
             # The bound keeps -inf - -inf, which is NaN, away: a part whose queries saw no key has
             # weight 0.
-            torch.sub(lse_part, total_lse.clamp_min(_UNSEEN), out=by_head)
-            if out_part.dtype != total.dtype:
-                out_part = out_part.to(total.dtype)
-            total.lerp_(out_part, by_token.sigmoid_())
+            torch.sub(lse_part, total_lse.clamp_min(_UNSEEN), out=weight.transpose(1, 2))
+            total.lerp_(out_part.to(total.dtype), weight.sigmoid_().unsqueeze(3))
             torch.logaddexp(total_lse, lse_part, out=total_lse)
         if total is not target:
             target.copy_(total)

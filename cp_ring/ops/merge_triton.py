@@ -27,7 +27,7 @@ are 1 or divisible by 16, and always does so for numbers in a tuple.
 
 @triton.jit(do_not_specialize=_VARYING)
 def _merge(
-    table, kept, running, result, lse, outs, lses, size, heads, lse_b, lse_h,
+    table, kept, running, result, lse, outs, lses, heads, lse_b, lse_h,
     b0, h0, q0, b1, h1, q1, b2, h2, q2, b3, h3, q3,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def _merge(
     entry, b, h, count, at, stored, done = block_of(table, heads, PARTS, BLOCK_Q)
     block = tl.arange(0, BLOCK_Q)
     lse_at = lse + b * lse_b + h * lse_h + at
-    total = load_tokens(running, at - kept, b, h, stored, size, BLOCK_Q, BLOCK_E)
+    total = load_tokens(running, at - kept, b, h, stored, BLOCK_Q, BLOCK_E)
     total_lse = tl.load(lse_at, mask=block < stored, other=float("-inf"))
     for i in tl.static_range(PARTS):
         places, there = places_in_part(entry + 2 * i, count, BLOCK_Q)
@@ -54,15 +54,15 @@ def _merge(
         both = our_part + their_part
         seen = both > 0.0
         weight = tl.where(seen, their_part / tl.where(seen, both, 1.0), 0.0)[:, None]
-        new = load_tokens(outs[i], places, b, h, there, size, BLOCK_Q, BLOCK_E)
+        new = load_tokens(outs[i], places, b, h, there, BLOCK_Q, BLOCK_E)
         # A part of weight 0 is ignored, because it may hold NaN; so is a total of weight 0.
         total = tl.where(
             weight > 0.0, tl.where(weight == 1.0, new, total + weight * (new - total)), total
         )
         total_lse = tl.where(seen, base + tl.log(tl.where(seen, both, 1.0)), float("-inf"))
     tl.store(lse_at, total_lse, mask=block < count)
-    store_tokens(result, total, at, b, h, done, size, BLOCK_Q, BLOCK_E)
-    store_tokens(running, total, at - kept, b, h, count - done, size, BLOCK_Q, BLOCK_E)
+    store_tokens(result, total, at, b, h, done, BLOCK_Q, BLOCK_E)
+    store_tokens(running, total, at - kept, b, h, count - done, BLOCK_Q, BLOCK_E)
 
 
 def merge(
@@ -84,6 +84,6 @@ def merge(
     _merge[(len(table) * heads, b)](
         table, kept, total, total._replace(x=result), lse,
         tuple(tokens_of(out, 1) for out in outs), tuple(lses),
-        size, heads, *lse.stride()[:2], *of_lses, *[0] * (3 * MAX_PARTS - len(of_lses)),
+        heads, *lse.stride()[:2], *of_lses, *[0] * (3 * MAX_PARTS - len(of_lses)),
         PARTS=len(outs), BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size), maxnreg=255,
     )  # fmt: skip

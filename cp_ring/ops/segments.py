@@ -3,8 +3,8 @@ read them.
 
 An update adds parts, which are partial results, to a total: one tensor holds the running total in
 the dtype of sums, another one the result in its own dtype. If the dtypes are equal, the result
-holds both. Else the running total has no memory for tokens at its ends that each have one update,
-which completes them.
+holds both. Else the running total has no memory for tokens at its ends that no update leaves
+incomplete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Place = tuple[int, int, bool]
 
 class Segment(NamedTuple):
     """One segment of `size` tokens of a total, from token `start` on, and the parts that are added
-    to it. Without parts, it is filled with zeros.
+    to it. The first update fills it with zeros if it has none.
 
     stored: its first token in the running total, if it has one there.
     first: nothing has been stored there yet.

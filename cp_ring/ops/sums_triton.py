@@ -21,54 +21,45 @@ from cp_ring.ops.segments import BLOCK_Q, Segments
 
 @triton.jit(do_not_specialize=["kept"])
 def _add(
-    table,
-    kept,
-    running,
-    result,
-    parts,
-    size,
-    heads,
-    PARTS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """result = running + partial gradients, for one block of tokens and one head.
+    table, kept, running, results, parts, heads,
+    PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCKS_D: tl.constexpr,
+):  # fmt: skip
+    """results = running + partial gradients, for one block of tokens and one head of one total.
 
     `table` [blocks, 4 + 2 * PARTS] is that of the update, and `running` begins with token `kept`.
     """
     entry, b, h, count, at, stored, done = block_of(table, heads, PARTS, BLOCK_Q)
-    total = load_tokens(running, at - kept, b, h, stored, size, BLOCK_Q, BLOCK_D)
-    for i in tl.static_range(PARTS):
-        places, there = places_in_part(entry + 2 * i, count, BLOCK_Q)
-        total += load_tokens(parts[i], places, b, h, there, size, BLOCK_Q, BLOCK_D)
-    store_tokens(result, total, at, b, h, done, size, BLOCK_Q, BLOCK_D)
-    store_tokens(running, total, at - kept, b, h, count - done, size, BLOCK_Q, BLOCK_D)
+    for x in tl.static_range(len(BLOCKS_D)):
+        if tl.program_id(2) == x:
+            total = load_tokens(running[x], at - kept, b, h, stored, BLOCK_Q, BLOCKS_D[x])
+            for i in tl.static_range(PARTS):
+                places, there = places_in_part(entry + 2 * i, count, BLOCK_Q)
+                total += load_tokens(parts[i][x], places, b, h, there, BLOCK_Q, BLOCKS_D[x])
+            store_tokens(results[x], total, at, b, h, done, BLOCK_Q, BLOCKS_D[x])
+            store_tokens(running[x], total, at - kept, b, h, count - done, BLOCK_Q, BLOCKS_D[x])
 
 
 def add(
     segments: Segments,
-    parts: Sequence[Tensor],
-    running: Tensor | None,
-    result: Tensor,
+    parts: Sequence[Sequence[Tensor]],
+    running: Sequence[Tensor | None],
+    results: Sequence[Tensor],
     dim: int = 0,
 ) -> None:
-    """Run `cp_ring.ops.sums.add`. `running` and `result` have tokens first in memory, so their
+    """Run `cp_ring.ops.sums.add`. `running` and `results` have tokens first in memory, so their
     strides are equal.
     """
-    table, kept = segments.blocks(result.device), segments.kept.start
-    running, kept = (result, 0) if running is None else (running, kept)
-    b, (heads, size), total = running.shape[1 - dim], running.shape[2:], tokens_of(running, dim)
-    # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
-    _add[(len(table) * heads, b)](
-        table,
-        kept,
-        total,
-        total._replace(x=result),
-        tuple(tokens_of(part, dim) for part in parts),
-        size,
-        heads,
-        PARTS=len(parts),
-        BLOCK_Q=BLOCK_Q,
-        BLOCK_D=triton.next_power_of_2(size),
-        maxnreg=255,
+    table, kept = segments.blocks(results[0].device), segments.kept.start
+    kept = 0 if running[0] is None else kept
+    stored = tuple(
+        tokens_of(x if mid is None else mid, dim) for mid, x in zip(running, results, strict=True)
     )
+    complete = tuple(of._replace(x=x) for of, x in zip(stored, results, strict=True))
+    b, (heads, _) = parts[0][0].shape[1 - dim], parts[0][0].shape[2:]
+    # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
+    _add[(len(table) * heads, b, len(stored))](
+        table, kept, stored, complete,
+        tuple(tuple(tokens_of(x, dim) for x in part) for part in parts), heads,
+        PARTS=len(parts), BLOCK_Q=BLOCK_Q, maxnreg=255,
+        BLOCKS_D=tuple(triton.next_power_of_2(of.size) for of in stored),
+    )  # fmt: skip

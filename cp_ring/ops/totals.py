@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.dtypes import lse_dtype, sum_dtype
-from cp_ring.ops.merge import Weights, merge
+from cp_ring.ops.merge import merge
 from cp_ring.ops.segments import Segments
 from cp_ring.ops.sums import add
 
@@ -75,10 +75,8 @@ class Sum:
         return True
 
     def _update(self, segments: Segments, parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Run one update for each tensor of the total."""
         results = self._allocate(segments)
-        for running, result, *of_total in zip(self._running, results, *parts, strict=True):
-            add(segments, of_total, running, result, self.dim)
+        add(segments, parts, self._running, results, self.dim)
 
     def _allocate(self, segments: Segments) -> Sequence[Tensor]:
         """Make the tensors that an update stores to, and return those of the result: empty ones
@@ -106,7 +104,6 @@ class Merge(Sum):
     def __init__(self, updates: Sequence[Segments], q: Tensor, e: int, dtype: torch.dtype):
         b, s, h, _ = q.shape
         super().__init__(updates, s, [(b, h, e)], q, dtype, dim=1)
-        self._weights: Weights = {}
 
     @cached_property
     def _lse(self) -> Tensor:
@@ -128,4 +125,4 @@ class Merge(Sum):
     def _update(self, segments: Segments, parts: Sequence[tuple[Tensor, ...]]) -> None:
         (result,), (running,) = self._allocate(segments), self._running
         outs, lses = zip(*parts, strict=True) if parts else ((), ())
-        merge(segments, outs, lses, running, self._lse, result, self._weights)
+        merge(segments, outs, lses, running, self._lse, result)

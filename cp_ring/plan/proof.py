@@ -74,6 +74,10 @@ def verify(plan: PlanTables, axis: Axis | None = None) -> None:
     _check_pieces(plan)
     _check_cover(plan, axis)
     _check_moved(plan, axis)
+    if (back := plan.of_backward) is not None:
+        same = (back.mask, back.layout, back.part) == (plan.mask, plan.layout, plan.part)
+        _expect(same, "backward has another mask or layout than forward")
+        verify(back, axis)
 
 
 class Axis:
@@ -444,11 +448,15 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
         ("grad_receives", plan.gradients_by_receiver.where("receiver", rank), "sender", grads),
     ):
         _check_messages(part, axis, name, rows_of, peer, buffers)
-    for hops in (part.hops, part.backward):
+    back = plan.of_backward
+    _expect((back is None) == (part.back is None), f"rank {rank}: its backward has other hops")
+    if back is not None and part.back is not None:
+        check_rank_plan(back, part.back, axis)
+    for hops in (part.hops, part.backward)[: 1 + (back is None)]:
         sums = np.zeros(len(own), np.uint64)
         for hop in hops:
-            held, back = keys.get(hop.index, own[:0]), grads.get(hop.index, own[:0])
-            _check_buffers(f"rank {rank}, hop {hop.index}", hop, held, back)
+            held, home = keys.get(hop.index, own[:0]), grads.get(hop.index, own[:0])
+            _check_buffers(f"rank {rank}, hop {hop.index}", hop, held, home)
             sums += sums_of(hop.tiles.data, 0, 0, _running(axis.number[held]), len(own))
         _check_sums(axis, own, sums, allowed)
 

@@ -88,6 +88,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         identity(plan),
         len(plan.mask.pieces),
         forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
+        back=rank_plan(plan.of_backward, rank) if plan.of_backward else None,
     )
 
 
@@ -138,9 +139,10 @@ def identity(plan: PlanTables) -> tuple[Fact, ...]:
     The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan`
     makes one rank's share of the tables only.
     """
+    hops = plan.schedule + (plan.of_backward.schedule if plan.of_backward else ())
     return (
         Fact("mask", plan.mask.digest, repr(plan.mask)),
         Fact("layout", plan.layout.digest, repr(plan.layout)),
         Fact("route", repr(plan.route), plan.route),
-        Fact("schedule", repr(plan.schedule), f"{plan.schedule!r:.80}"),
+        Fact("schedule", repr(hops), f"{hops!r:.80}"),
     )

@@ -83,6 +83,7 @@ class PlanTables:
     owner, and start.
     part: the rank whose part alone the tables have: its tiles, the tiles that read its keys, and
     its messages. None if they have all.
+    of_backward: the tables of backward, if it has another schedule.
     """
 
     mask: Mask
@@ -96,6 +97,7 @@ class PlanTables:
     transfers: Transfers
     gradients: Transfers
     part: int | None = None
+    of_backward: PlanTables | None = None
 
     @property
     def cp(self) -> int:
@@ -204,7 +206,7 @@ class RankPlan:
     pieces of the mask. `exchange` says how the tokens of the member's ranks come to all of them; it
     is None if the rank is its own member. `forwards` is True if some ranks pass on keys of others.
     `identity` identifies the whole plan (`cp_ring.plan.rank_plan`), so that ranks can check that
-    they run the same one; () is not compared.
+    they run the same one; () is not compared. `back` has the hops of backward, if these are others.
     """
 
     rank: int
@@ -216,6 +218,7 @@ class RankPlan:
     pieces: int = 1
     exchange: Moves | None = None
     forwards: bool = False
+    back: RankPlan | None = None
 
     @property
     def ulysses(self) -> int:
@@ -241,6 +244,8 @@ class RankPlan:
 
         The first remote keys travel during the first half, the last gradients during the second.
         """
+        if self.back is not None:
+            return self.back.backward
         hops = self.hops
         if len(hops) < 2 or hops[0].index:
             return hops
@@ -309,7 +314,7 @@ class Update(Protocol):
         1 if no later update will, else 0;
         and for each part the position of the segment's first token there, and the step from one
         token to the next: 1, -1 if the part has them in reverse order, or 0 if it has none of them.
-        A segment without parts is filled with zeros.
+        A segment without parts is filled with zeros, or is complete if something is stored there.
     whole: True if a kernel call's part is the whole total: nothing has to be computed, nor moved if
     its dtype is right. It is False for parts that arrive, because the next messages will overwrite
     their buffer.

@@ -33,6 +33,7 @@ from cp_ring.plan.schedule import (
     MOST_MEMBERS,
     SLOT_SHARDS,
     Schedule,
+    of_backward,
     resolve,
     ring_distance,
 )
@@ -183,13 +184,17 @@ def tables_of(
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))
             tiles, rank, far = tiles[mine], rank[mine], far[mine]
-    transfers, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
-    transfers = in_buffer_order(transfers, "receiver", cp)
-    gradients = in_buffer_order(gradients, "sender", cp)
-    hop, source = np.array(hops)[far], (rank - far) % cp
-    return PlanTables(
-        mask, layout, route, hops, tiles, rank, hop, source, transfers, gradients, member
-    )
+    source = (rank - far) % cp
+
+    def tables(hops: Schedule, back: PlanTables | None = None) -> PlanTables:
+        moved = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
+        keys, gradients = map(in_buffer_order, moved, ("receiver", "sender"), (cp, cp))
+        hop, of = np.array(hops)[far], (mask, layout, route, hops)
+        return PlanTables(*of, tiles, rank, hop, source, keys, gradients, member, back)
+
+    most, shard = slot_shards or SLOT_SHARDS, int(layout.tokens_per_rank.max())
+    back = of_backward(hops, most, shard) if schedule == AUTO else hops
+    return tables(hops, None if back == hops else tables(back))
 
 
 def in_buffer_order(messages: Transfers, holder: str, cp: int) -> Transfers:

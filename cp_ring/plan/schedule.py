@@ -31,6 +31,9 @@ Schedule = tuple[int, ...]
 SLOT_SHARDS = 4
 """The default for the most shards that a hop of `auto` brings."""
 
+LONG = 8_192
+"""Tokens whose keys are never too many for a hop of backward, nor for one of its kernel calls."""
+
 MOST_MEMBERS = 128
 """The longest ring whose `auto` follows from the bytes and the work of each hop. A longer one takes
 the rule, or one hop if that is faster and a slot holds all keys that arrive.
@@ -156,6 +159,18 @@ def auto(cp: int, slot_shards: int = SLOT_SHARDS) -> Schedule:
     first = min(2, slot_shards, cp - 1)
     later = (2 + place // slot_shards for place in range(cp - 1 - first))
     return (0, *[1] * first, *later)
+
+
+def of_backward(hops: Schedule, slot_shards: int, shard: int) -> Schedule:
+    """Return the schedule of backward for one that `auto` gave to shards of `shard` tokens.
+
+    Where `auto` gave that of the rule, so that a source is most of a shard, a hop of backward
+    brings the keys of at most `LONG` tokens, or one source: it holds gradients beside keys, and
+    computes 2.5 times as long as forward. Rings of more than `MOST_MEMBERS` would have too many
+    hops.
+    """
+    cp, most = len(hops), min(slot_shards, max(1, LONG // shard))
+    return auto(cp, most) if hops == auto(cp, slot_shards) and cp <= MOST_MEMBERS else hops
 
 
 def ring_distance(rank: Ints | int, owner: Ints | int, cp: int) -> Any:

@@ -8,8 +8,10 @@ stored, and stores the new total.
 
 - Tokens that no earlier update has touched are stored, not added to zeros. So totals are not filled
   with zeros.
-- Tokens that no later update will touch are stored in the dtype of the result. So the result needs
-  no cast, and such tokens at the ends of a total need no memory between updates.
+- Tokens that no later update will touch are stored in the dtype of the result. Such tokens at the
+  ends of a total need no memory between updates.
+- If it takes less memory, the result waits for the last update, which then touches all tokens:
+  between updates there is only the running total, in float32, of all that earlier ones touch.
 - Partial results are added one by one, in their order. So the result does not depend on how they
   are grouped.
 
@@ -20,9 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import Ints, runs, starts_of
 from cp_ring.plan.records import OPEN, Hop, Transfer
@@ -89,12 +93,9 @@ def query_updates(
     Parts of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
     that memory does not depend on the number of hops.
     """
-    waiting: list[list[Partial]] = [[]]
-    for place, of_hop in enumerate(parts):
-        waiting[-1] += of_hop
-        if place:
-            waiting.append([])
-    return _updates(waiting, num_tokens, most)
+    of_hops = [*map(list, parts)]
+    of_hops[:2] = [[*chain(*of_hops[:2])]]
+    return _updates(of_hops, num_tokens, most)
 
 
 def gradient_updates(
@@ -139,18 +140,21 @@ def _updates(
     tables = [np.concatenate([none, *(x.at(cells[:-1]) for x in group)]) for group in groups]
     touched = np.stack([table[1::2].any(0) for table in tables])
     touched[-1] |= ~touched.any(0)
+    waits = touched.copy()
+    waits[-1] = True
+    kept, all_kept = _kept(touched, cells), _kept(waits, cells)
+    # tokens in 16 bits, those of the running total in 32
+    if 2 * (all_kept.stop - all_kept.start) <= 2 * (kept.stop - kept.start) + num_tokens:
+        kept, touched = all_kept, waits
     count, found = np.cumsum(touched, 0), []
+    whole = [[0, num_tokens, 1, 1, 0, 1]]
     for group, table, here, nth in zip(groups, tables, touched, count, strict=True):
         if here.any():
             first, last = nth == 1, nth == count[-1]
             rows = np.concatenate([[cells[:-1], cells[1:], first, last], table])
-            found.append((_joined(rows[:, here]), group))
-    kept = _kept([table for table, _ in found])
-    whole = [[0, num_tokens, 1, 1, 0, 1]]
-    return tuple(
-        Update(table, table.T.tolist() == whole and not group[0].arrived, kept)
-        for table, group in found
-    )
+            table = _joined(rows[:, here])
+            found.append(Update(table, table.T.tolist() == whole and not group[0].arrived, kept))
+    return tuple(found)
 
 
 def _joined(table: Ints) -> Ints:
@@ -166,10 +170,8 @@ def _joined(table: Ints) -> Ints:
     return joined
 
 
-def _kept(tables: Sequence[Ints]) -> slice:
+def _kept(touched: NDArray[np.bool_], cells: Ints) -> slice:
     """Return the range of a total's tokens that are incomplete after one of its updates."""
-    start, end = np.concatenate(
-        [np.zeros((2, 0), np.int64), *(table[:2, table[3] == 0] for table in tables)], axis=1
-    )
-    last = int(end.max(initial=0))
-    return slice(int(start.min(initial=last)), last)
+    count = np.cumsum(touched, 0)
+    (held,) = np.nonzero((touched & (count < count[-1])).any(0))
+    return slice(*cells[[held[0], held[-1] + 1]].tolist()) if len(held) else slice(0, 0)

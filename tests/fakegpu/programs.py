@@ -100,7 +100,10 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
         lse = torch.empty(1, 4, 100, device="cuda")
         calls = {
             "merge": (merge_triton, (segments, made, [lse] * parts, running, lse, result)),
-            "add": (sums_triton, (segments, made, running, result, 1)),
+            "add": (
+                sums_triton,
+                (segments, [(x, x) for x in made], [running] * 2, [result] * 2, 1),
+            ),
         }
         for function, (module, arguments) in calls.items():
             jit = getattr(module, f"_{function}")

@@ -253,7 +253,9 @@ def merges(job):
                     "merge": partial(
                         merge_triton.merge, segments, outs, lses, running, lse, result
                     ),
-                    "sum": partial(sums_triton.add, segments, outs, running, result, 1),
+                    "sum": partial(
+                        sums_triton.add, segments, [[x] for x in outs], [running], [result], 1
+                    ),
                 }.items():
                     ms = timed(job, work)
                     job.row(

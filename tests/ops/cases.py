@@ -12,25 +12,35 @@ from cp_ring.testing.oracle import error
 # Tokens 40 and 41 are in none, and the first ones in the first two.
 RANGES = [[(0, 37)], [(20, 33), (0, 5)], [(33, 40)], [(3, 20)], [(12, 40)], [(36, 40), (13, 20)]]
 TOKENS = 42
-SHAPES = [(2, 3, 24, torch.float32), (1, 2, 40, torch.bfloat16), (3, 1, 1, torch.float16)]
+SHAPES = [
+    (2, 3, 24, torch.float32, 50),
+    (1, 2, 40, torch.bfloat16, 0),
+    (3, 1, 1, torch.float16, 99),
+]
+"""Sizes b, h, d, the dtype, and how many tokens come before those of `RANGES`, which the first
+partial result has alone: with many of them the result does not wait for the last update.
+"""
 
 
-def parts():
-    return [Partial.of(ranges, reverse=ranges is RANGES[-1]) for ranges in RANGES]
+def parts(before):
+    moved = [[(start + before, end + before) for start, end in ranges] for ranges in RANGES]
+    moved[0][0] = 0, moved[0][0][1]
+    return [Partial.of(ranges, reverse=ranges is moved[-1]) for ranges in moved]
 
 
-def updates(most):
+def updates(most, before):
     """The updates of the totals, of at most so many parts each, and the parts of each."""
-    made, found, first = query_updates([parts()], TOKENS, most), [], 0
+    made, found, first = query_updates([parts(before)], TOKENS + before, most), [], 0
     for update in made:
-        assert update.kept == slice(12 if most == 4 else 3 if most > 1 else 0, 40)
+        begin = 12 if most == 4 else 3 if most > 1 else 0
+        assert update.kept == slice(before + begin * bool(before), before + 40)
         segments = Segments(*update)
         found.append((segments, slice(first, first + segments.parts)))
         first += segments.parts
     return found
 
 
-def totals(shape, dtype):
+def totals(shape, dtype, before):
     """For updates of any number of parts, and results in float32 and `dtype`: the updates, the
     running total in float32 of the tokens that need one, None where the result holds it, and the
     result.
@@ -38,7 +48,7 @@ def totals(shape, dtype):
     for most in range(1, MAX_PARTS + 1):
         for kind in {torch.float32, dtype}:
             result = torch.full(shape, math.nan, dtype=kind)
-            steps = updates(most)
+            steps = updates(most, before)
             running = torch.full_like(result[steps[0][0].kept], math.nan, dtype=torch.float32)
             yield steps, None if kind == torch.float32 else running, result
 
@@ -61,8 +71,8 @@ def merges_agree_with_float64(merge, exact=True):
     vector is not full.
     """
     generator = torch.Generator().manual_seed(0)
-    for b, h, e, dtype in SHAPES:
-        places = [tokens_of(part) for part in parts()]
+    for b, h, e, dtype, before in SHAPES:
+        places, size = [tokens_of(part) for part in parts(before)], TOKENS + before
         outs = [
             torch.randn(len(at), b, h, e + 3, generator=generator).to(dtype)[..., :e]
             for at in places
@@ -70,21 +80,21 @@ def merges_agree_with_float64(merge, exact=True):
         lses = [
             5 * torch.randn(len(at), h, b, generator=generator).permute(2, 1, 0) for at in places
         ]
-        lses[0][0, 0, 36] = -math.inf  # also in others, which count alone
+        lses[0][0, 0, before + 36] = -math.inf  # also in others, which count alone
         for out, lse, at in zip(outs, lses, places, strict=True):
-            lse[..., at == 30], out[at == 30] = -math.inf, 0.0  # in none
-        total = torch.zeros(b, h, TOKENS, dtype=torch.float64)
-        truth = torch.zeros(TOKENS, b, h, e, dtype=torch.float64)
+            lse[..., at == before + 30], out[at == before + 30] = -math.inf, 0.0  # in none
+        total = torch.zeros(b, h, size, dtype=torch.float64)
+        truth = torch.zeros(size, b, h, e, dtype=torch.float64)
         for out, lse, at in zip(outs, lses, places, strict=True):
             weight = lse.double().exp()
             total[..., at] += weight
             truth[at] += weight.permute(2, 0, 1)[..., None] * out.double()
         truth_lse, seen = total.log(), total > 0
         truth = (truth / total.permute(2, 0, 1)[..., None]).nan_to_num()
-        assert not seen[..., [30, 40, 41]].any()
+        assert not seen[..., [before + token for token in (30, 40, 41)]].any()
         found = []
-        for steps, running, result in totals((TOKENS, b, h, e), dtype):
-            lse = torch.full((b, h, TOKENS), math.nan)
+        for steps, running, result in totals((size, b, h, e), dtype, before):
+            lse = torch.full((b, h, size), math.nan)
             for segments, mine in steps:
                 outs_of, end = [x.transpose(0, 1) for x in outs[mine]], result.transpose(0, 1)
                 mid = running if running is None else running.transpose(0, 1)
@@ -103,20 +113,33 @@ def merges_agree_with_float64(merge, exact=True):
 def sums_agree_with_float64(add):
     """Any updates give the same bits, those of float32 sums in the order of the parts."""
     generator = torch.Generator().manual_seed(0)
-    for b, h, d, dtype in SHAPES:
-        places = [tokens_of(part) for part in parts()]
+    for b, h, d, dtype, before in SHAPES:
+        places = [tokens_of(part) for part in parts(before)]
         given = [
             torch.randn(b, len(at), h, d, generator=generator).to(dtype).transpose(0, 1)
             for at in places
         ]
-        wanted = torch.zeros(TOKENS, b, h, d)
+        wanted = torch.zeros(TOKENS + before, b, h, d)
         for part, at in zip(given, places, strict=True):
             wanted[at] += part.float()
-        for steps, running, result in totals(wanted.shape, dtype):
+        fewer = d // 2 + 1  # the size of a second total
+        pairs = [(part, part[..., :fewer]) for part in given]
+        for steps, running, result in totals(wanted.shape, dtype, before):
+            both = [
+                [None if x is None else x[..., :size].clone() for size in (d, fewer)]
+                for x in (running, result)
+            ]
             for segments, mine in steps:
-                add(segments, given[mine], running, of_update(segments, running, result))
-            # Triton's interpreter cuts bfloat16 off instead of rounding it
-            if result.dtype == torch.bfloat16:
-                assert ((result.float() - wanted).abs() <= 2**-7 * wanted.abs()).all()
-            else:
-                assert torch.equal(result, wanted.to(result.dtype))
+                add(
+                    segments,
+                    pairs[mine],
+                    both[0],
+                    [of_update(segments, running, x) for x in both[1]],
+                )
+            for found in both[1]:
+                truth = wanted[..., : found.shape[-1]]
+                # Triton's interpreter cuts bfloat16 off instead of rounding it
+                if found.dtype == torch.bfloat16:
+                    assert ((found.float() - truth).abs() <= 2**-7 * truth.abs()).all()
+                else:
+                    assert torch.equal(found, truth.to(found.dtype))

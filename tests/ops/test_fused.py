@@ -116,6 +116,6 @@ def specialization(monkeypatch, name, parts, tokens, size=128):
     if name == "merge":
         module.merge(segments, [out] * parts, [lse] * parts, out.float(), lse.contiguous(), out)
     else:
-        module.add(segments, [out] * parts, out.float(), out, 1)
+        module.add(segments, [[out]] * parts, [out.float()], [out], 1)
     monkeypatch.undo()
     return found

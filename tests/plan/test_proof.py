@@ -78,6 +78,13 @@ def makers():
         yield partial(build, striped, schedule=(0, 1, 1, 2, 2, 2))
         yield partial(build, uneven, schedule="gather")
         yield partial(build, Layout.zigzag(96, 4), ulysses=2)
+        yield partial(one_source_in_backward, mask)
+
+
+def one_source_in_backward(mask):
+    layout = Layout.zigzag(96, 4)
+    plan, back = (Plan.build(mask, layout, schedule=name) for name in ("auto", "ring"))
+    return replace(plan, ring=replace(plan.ring, of_backward=back.ring))
 
 
 def paints_its_mask(plan):
@@ -263,7 +270,11 @@ def joined_parts(joined):
 
 
 def half_memory(running):
-    return lambda of: slice(running(of).start, running(of).stop - (running(of).stop > 3))
+    def spoiled(*of):
+        right = running(*of)
+        return slice(right.start, right.stop - (right.stop > 3))
+
+    return spoiled
 
 
 def posted_too_early(order):

@@ -58,11 +58,17 @@ def said_of(name, plan, seed):
     if name in PLAN_MUTATIONS:
         spoiled = PLAN_MUTATIONS[name](plan, rng)
         return [said(spoiled.verify)] if spoiled is not None else []
-    parts = RANK_PLAN_MUTATIONS[name]([plan.rank_plan(rank) for rank in range(plan.cp)], rng)
-    if parts is None:
-        return []
-    alone = (said(check_rank_plan, plan.ring, part) for part in parts)
-    return [next(filter(None, alone), "")]
+    parts, lines = [plan.rank_plan(rank) for rank in range(plan.cp)], []
+    of_backward = [part.back for part in parts if part.back]
+    for backward in (False, True)[: 1 + bool(of_backward)]:
+        spoiled = RANK_PLAN_MUTATIONS[name](of_backward if backward else parts, rng)
+        if spoiled is not None:
+            if backward:
+                pairs = zip(parts, spoiled, strict=True)
+                spoiled = [replace(part, back=back) for part, back in pairs]
+            alone = (said(check_rank_plan, plan.ring, part) for part in spoiled)
+            lines.append(next(filter(None, alone), ""))
+    return lines
 
 
 def check_mutation(plan, pick, seed):
@@ -126,6 +132,28 @@ def several_sources(route):
     return Plan.build(Mask.full(96, (6, 6)), striped, route, (0, 1, 1, 2, 2, 2))
 
 
+def other_hops_in_backward(plan, schedule):
+    back = Plan.build(plan.mask, plan.layout, plan.route, schedule).ring
+    return replace(plan, ring=replace(plan.ring, of_backward=back), _rank_plans={})
+
+
+def test_hops_of_backward_are_proven_too():
+    plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4))
+    other = other_hops_in_backward(plan, "ring")
+    other.verify(rank_plans=True)
+    part, mine = other.rank_plan(1), plan.rank_plan(1)
+    assert part.back and not mine.back and part.digest != mine.digest
+    assert "its backward has other hops" in said(check_rank_plan, plan.ring, part)
+    for name, mutate in PLAN_MUTATIONS.items():
+        spoiled = mutate(Plan(other.ring.of_backward, plan.layout), np.random.default_rng(0))
+        if spoiled is not None:
+            ring = replace(plan.ring, of_backward=spoiled.ring)
+            assert said(replace(plan, ring=ring, _rank_plans={}).verify), name
+    full = Plan.build(Mask.full(64), plan.layout).ring
+    ring = replace(plan.ring, of_backward=full)
+    assert "another mask" in said(replace(plan, ring=ring, _rank_plans={}).verify)
+
+
 def test_too_few_slots_are_rejected():
     for route in ("direct", "ring"):
         plan = Plan.build(Mask.causal(64), Layout.zigzag(64, 4), route, "ring")
@@ -142,6 +170,8 @@ def test_each_mutation_is_rejected_by_name(name, route):
         Plan.build(Mask.causal(96), Layout.zigzag(96, 6), route, (0, 1, 1, 2, 2, 2)),
         several_sources(route),
     ]
+    if route == "direct":
+        plans.append(other_hops_in_backward(plans[2], (0, 1, 2, 3, 3, 4)))
     for seed in range(5):
         lines = [line for plan in plans for line in said_of(name, plan, seed)]
         assert lines and all(re.search(r"rank \d", line) for line in lines)

@@ -1,10 +1,25 @@
 """Schedules: what they accept, what `auto` chooses, and what hops of several sources save."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
+from cp_ring import ring_attention
 from cp_ring.plan import Layout, Mask, Plan, PlanSpec
-from cp_ring.plan.schedule import SLOT_SHARDS, auto, check, group_sizes, parse, resolve
+from cp_ring.plan.schedule import (
+    LONG,
+    SLOT_SHARDS,
+    auto,
+    check,
+    group_sizes,
+    of_backward,
+    parse,
+    resolve,
+)
+from cp_ring.testing.local_ring import LocalRing
+from cp_ring.testing.oracle import Case, brute_force, error
 from tests.rings import said
 
 
@@ -28,6 +43,48 @@ def test_auto_is_a_schedule_of_bounded_hops(slot_shards):
             and max(others, default=0) <= slot_shards
         )
     assert auto(8) == (0, 1, 1, 2, 2, 2, 2, 3)
+
+
+def test_hops_of_backward_bring_few_tokens_where_sources_are_shards():
+    for shard, sources in (
+        (1, [2, 4, 1]),
+        (LONG // 2, [2, 2, 2, 1]),
+        (LONG, [1] * 7),
+        (2 * LONG, [1] * 7),
+    ):
+        assert group_sizes(of_backward(auto(8), SLOT_SHARDS, shard)) == sources
+    for hops in ((0, *[1] * 7), (0, 1, 1, 1, 2, 2, 2, 2)):  # few keys, or asked for
+        assert of_backward(hops, SLOT_SHARDS, LONG) == hops
+    n = 8 * LONG
+    mask, layout = Mask.causal(n), Layout.zigzag(n, 8)
+    for schedule, stages in (("auto", 9), (auto(8), 5), ("gather", 3)):
+        plan = Plan.build(mask, layout, schedule=schedule)
+        plan.verify()
+        assert len(plan.rank_plan(3).backward) == stages
+        alone = PlanSpec(layout, schedule=schedule).build_rank_plan(mask, 8, 3)
+        assert repr(alone) == repr(plan.rank_plan(3))
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_backward_with_other_hops_than_forward_is_right(ulysses):
+    n, cp = 128, 8
+    mask, layout = Mask.causal(n), Layout.zigzag(n, cp)
+    case = Case.draw(n, h=4, g=2, dtype=torch.float64)
+    plan = Plan.build(mask, layout, schedule="gather", ulysses=ulysses)
+    back = Plan.build(mask, layout, schedule="ring", ulysses=ulysses).ring
+    back = replace(back, layout=plan.ring.layout)
+    plan = replace(plan, ring=replace(plan.ring, of_backward=back))
+    assert len(plan.rank_plan(3).backward) > 2 + len(plan.rank_plan(3).hops)
+
+    def on_rank(group):
+        *leaves, dout = (layout.shard(x, group.rank, 1) for x in case)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = ring_attention(*leaves, group, plan=plan)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    parts = zip(*LocalRing(cp).run(on_rank), strict=True)
+    for found, truth in zip(parts, brute_force(case, mask.dense()), strict=True):
+        assert error(layout.unshard(list(found), 1), truth) < 1e-12
 
 
 @pytest.mark.parametrize(
