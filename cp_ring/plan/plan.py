@@ -200,13 +200,17 @@ class Plan:
         tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
         shards = ring.layout.tokens_per_rank
         traffic = Traffic(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
-        keys, gradients = (
-            traffic.links(table.sender, table.receiver, table.hop, table.tokens * width).max(0)
-            for table, width in zip(
-                (ring.transfers, ring.gradients), given.sizes.of_rank(heads).on_wire(), strict=True
+        widths = given.sizes.of_rank(heads).on_wire()
+
+        def of_hops(of: PlanTables) -> AttentionTime:
+            keys, gradients = (
+                traffic.links(each.sender, each.receiver, each.hop, each.tokens * width).max(0)
+                for each, width in zip((of.transfers, of.gradients), widths, strict=True)
             )
-        )
-        return traffic.time(ring.schedule, (keys, gradients))
+            return traffic.time(of.schedule, (keys, gradients))
+
+        time, other = of_hops(ring), ring.of_backward
+        return replace(time, back=of_hops(other).back) if other else time
 
     def verify(
         self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None

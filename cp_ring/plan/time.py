@@ -98,13 +98,13 @@ class Conditions:
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionTime:
-    """Predicted seconds of one layer's attention, for forward and for backward.
+class PassTime:
+    """Predicted seconds of one pass of a layer's attention, forward or backward.
 
-    compute, moving: [2, members, stages], the seconds that each stage of forward and of backward
-    computes on each member of the ring, and that data moves meanwhile.
-    hops: the hop of each stage of forward, [members, stages - 1]; its last stage is empty.
-    host: [members], the seconds in which hosts issue forward; those of backward are twice as many.
+    compute, moving: [members, stages], the seconds that each stage computes on each member of the
+    ring, and that data moves meanwhile.
+    hops: the hop of each stage but the last, which is empty or the second half of hop 0.
+    host: [members], the seconds in which hosts issue the pass.
     exchange: the seconds of the exchange of heads that nothing hides.
     ideal: one kernel call on the whole sequence, divided evenly among the ranks.
     """
@@ -113,23 +113,31 @@ class AttentionTime:
     moving: Floats
     hops: Ints
     host: Floats
-    exchange: tuple[float, float]
-    ideal: tuple[float, float]
+    exchange: float
+    ideal: float
 
     @property
     def stages(self) -> Floats:
         """The seconds of each stage."""
         return np.maximum(self.compute, self.moving)
 
+
+@dataclass(frozen=True, eq=False)
+class AttentionTime:
+    """Predicted time of one layer's attention, of its forward pass and its backward pass."""
+
+    there: PassTime
+    back: PassTime
+
     def _slowest(self, passes: int) -> tuple[float, float]:
-        """Return the seconds of the slowest rank in the first `passes` of forward and backward, and
-        the part of them in which it waits.
+        """Return the seconds of the slowest rank in the first `passes`, and the part of them in
+        which it waits.
         """
-        hosts = np.multiply.outer([1, 2], self.host)
-        total = np.maximum(self.stages.sum(2), hosts)[:passes].sum(0)
-        busy = self.compute[:passes].sum((0, 2))
-        exchange, rank = sum(self.exchange[:passes]), int(np.argmax(total))
-        return float(total[rank] + exchange), float(total[rank] - busy[rank] + exchange)
+        of = (self.there, self.back)[:passes]
+        total = np.sum([np.maximum(each.stages.sum(1), each.host) for each in of], 0)
+        rank, exchange = int(np.argmax(total)), sum(each.exchange for each in of)
+        busy = sum(float(each.compute[rank].sum()) for each in of)
+        return float(total[rank]) + exchange, float(total[rank]) - busy + exchange
 
     @property
     def forward(self) -> float:
@@ -140,6 +148,11 @@ class AttentionTime:
     def both(self) -> float:
         """The seconds of forward and backward together on the slowest rank."""
         return self._slowest(2)[0]
+
+    @property
+    def ideal(self) -> float:
+        """The seconds of both passes, if they were one kernel call each, divided evenly."""
+        return self.there.ideal + self.back.ideal
 
     @property
     def waits(self) -> tuple[float, float]:
@@ -273,17 +286,18 @@ class Traffic:
         there, back, keys, gradients = tables
         back[:, 0] /= 2
         back[np.arange(len(back)), hops_of_rank] += back[:, 0]
-        compute, moving = np.stack([there, back]), np.zeros((2, *keys.shape))
-        moving[..., :-1] = keys[:, 1:]
-        moving[1, :, 1:] += gradients[:, :-1]
+        arriving = np.zeros((2, *keys.shape))
+        arriving[..., :-1] = keys[:, 1:]
+        arriving[1, :, 1:] += gradients[:, :-1]
         tokens, ideal = -(-self.shard // self.heads), int(self.pairs.sum()) / len(hops)
-        forward, backward = (
-            given.exchange(tokens, self.heads, float(device))
-            for device in np.maximum(compute, moving).sum(2).max(1)
-        )
-        exchange, one_call = (forward, backward), (ideal * of_pair[0], ideal * of_pair[1])
-        host = hops_of_rank * rates.host
-        return AttentionTime(compute, moving, order, host, exchange, one_call)
+
+        def a_pass(compute: Floats, moving: Floats, of_pair: float, issues: int) -> PassTime:
+            longest = float(np.maximum(compute, moving).sum(1).max())
+            exchange = given.exchange(tokens, self.heads, longest)
+            host = issues * hops_of_rank * rates.host
+            return PassTime(compute, moving, order, host, exchange, ideal * of_pair)
+
+        return AttentionTime(*map(a_pass, (there, back), arriving, of_pair, (1, 2)))
 
     def links(self, sender: Ints, receiver: Ints, hop: Ints, size: Ints) -> Floats:
         """Return the seconds in which messages of `size` bytes travel by each rank and hop, or

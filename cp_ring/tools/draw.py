@@ -19,7 +19,7 @@ from cp_ring.errors import PlanError
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import Tile
-from cp_ring.plan.time import AttentionTime, Conditions
+from cp_ring.plan.time import Conditions, PassTime
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
         FigureCanvasAgg(figure)
         scores, timeline = figure.subplots(1, 2, width_ratios=(1, 1.15))
         _draw_scores(scores, plan)
-        _draw_timeline(timeline, plan, time)
+        _draw_timeline(timeline, plan, time.there)
         timeline.set_xlabel(f"time of one layer's forward pass (ms)\npredicted at {assumed}")
         figure.suptitle(
             f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} "
@@ -135,14 +135,12 @@ def _outline(tile: Tile) -> list[tuple[int, int]]:
     return left + right[::-1]
 
 
-def _draw_timeline(axes: Axes, plan: PlanTables, time: AttentionTime) -> None:
+def _draw_timeline(axes: Axes, plan: PlanTables, time: PassTime) -> None:
     """Draw one lane for each rank: above, the computation of its hops and its idle time; below, the
     keys and values that move meanwhile.
     """
     few, hops = plan.cp <= MAX_LEGEND, plan.schedule[-1] + 1
-    stages, compute, moving = (
-        1e3 * table for table in (time.stages[0], time.compute[0], time.moving[0])
-    )
+    stages, compute, moving = (1e3 * table for table in (time.stages, time.compute, time.moving))
     begin = np.cumsum(stages, 1) - stages
     end = float(stages.sum(1).max())
     idle = [(0.0, end, rank - 0.38, _IDLE) for rank in range(plan.cp)]

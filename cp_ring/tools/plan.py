@@ -162,7 +162,7 @@ def compare(masks: Sequence[Mask], asked: Asked, on: Conditions) -> list[dict[st
             spec = replace(asked.spec, layout=name, ulysses=heads)
             made = [spec.build(mask, asked.cp) for mask in masks]
             times = [plan.time(on) for plan in made]
-            both, ideal = np.mean([(each.both, sum(each.ideal)) for each in times], 0).tolist()
+            both, ideal = np.mean([(each.both, each.ideal) for each in times], 0).tolist()
             facts = {
                 "layout": name,
                 "head_parallel": heads,
@@ -259,7 +259,7 @@ def predicted(times: AttentionTime) -> dict[str, float]:
         "both_s": times.both,
         "waits_forward_s": waits,
         "waits_both_s": waits_both,
-        "share_of_one_call": sum(times.ideal) / (times.both or 1),
+        "share_of_one_call": times.ideal / (times.both or 1),
     }
 
 

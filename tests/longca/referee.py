@@ -11,6 +11,7 @@ import numpy as np
 
 from cp_ring.kernels.work import kernel_calls
 from cp_ring.plan.lower import ASSUMED, BLOCK, call_groups, lower
+from cp_ring.plan.plan import Plan
 from cp_ring.plan.ranges import expand
 from cp_ring.plan.report import report
 from cp_ring.plan.sizes.device_rates import RATES
@@ -26,6 +27,16 @@ def seconds(plan, sizes, node=8):
     """Forward, and forward and backward, of one kernel call divided evenly, and of the plan on its
     slowest rank.
     """
+    ideal, forward, backward = _passes(plan, sizes, node)
+    if plan.ring.of_backward:
+        other = Plan(plan.ring.of_backward, plan.layout, plan.ulysses)
+        *_, backward = _passes(other, sizes, node)
+    both = forward + backward
+    return float(ideal[0]), float(ideal.sum()), float(forward.max()), float(both.max())
+
+
+def _passes(plan, sizes, node):
+    """Of one kernel call divided evenly, in forward and backward, and of each member of the ring."""
     ring, heads, own = plan.ring, plan.ulysses, sizes.of_rank(plan.ulysses)
     groups = split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
     hops, cp = ring.schedule[-1] + 1, ring.cp
@@ -68,12 +79,7 @@ def seconds(plan, sizes, node=8):
     )
     whole = _slower(([ring.mask.pieces],) * 2, own, groups, whole=True)
     ideal = whole * own.pair_flops * float(work.sum()) / cp / RATES.forward
-    return (
-        float(ideal[0]),
-        float(ideal.sum()),
-        float(forward.max()),
-        float((forward + backward).max()),
-    )
+    return ideal, forward, backward
 
 
 def _of_all(counted, members):

@@ -32,8 +32,8 @@ BASELINE = FOLDER / "baseline.json"
 class Row:
     """A cell's plan. formula, referee: the share of the speed of one kernel call in forward, and in
     forward and backward. moved: keys on the wire, as a share of a ring in which all shards visit
-    all ranks. calls: in
-    forward, on the busiest rank. milliseconds: of the CPU, for layout, plan, proof and formula.
+    all ranks. calls: in forward, on the busiest rank. alike: backward has the hops of forward.
+    milliseconds: of the CPU, for layout, plan, proof and formula.
     """
 
     cell: Cell
@@ -44,6 +44,7 @@ class Row:
     referee: tuple[float, float]
     moved: float
     calls: int
+    alike: bool
     milliseconds: tuple[float, float, float, float]
 
 
@@ -72,13 +73,14 @@ def row(cell):
         _by_referee(plan),
         int(proven.keys_in.sum()) / ((cell.cp - 1) * mask.n),
         max(kernel_calls(plan) or [0]),
+        plan.ring.of_backward is None,
         tuple(1e3 * time for time in (clock[1] - clock[0], *times)),
     )
 
 
 def _by_formula(plan):
     time = plan.time(FULL)
-    return time.ideal[0] / time.forward, sum(time.ideal) / time.both
+    return time.there.ideal / time.forward, time.ideal / time.both
 
 
 def _by_referee(plan):
@@ -116,9 +118,10 @@ def before():
 
 def slower(one, before):
     """Whether forward and backward are slower than before by either model, by more than a tenth of
-    a percent.
+    a percent; by the referee 3 percent, where hops of one source in backward save memory.
     """
-    return one.formula[1] < 0.999 * before[1] or one.referee[1] < 0.999 * before[3]
+    least = 0.999 if one.alike else 0.97
+    return one.formula[1] < 0.999 * before[1] or one.referee[1] < least * before[3]
 
 
 def printed(rows):

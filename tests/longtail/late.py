@@ -13,12 +13,14 @@ from cp_ring.plan.time import Conditions
 def seconds(plan: Plan, given: Conditions) -> float:
     """Seconds of forward and backward until the last rank is done."""
     time, ring = plan.time(given), plan.ring
-    hops, keys = time.hops, ring.transfers
-    meets = np.zeros((int(hops.max()) + 2, ring.cp, ring.cp), bool)
-    meets[keys.hop, keys.sender, keys.receiver] = meets[keys.hop, keys.receiver, keys.sender] = True
-    meets |= np.eye(ring.cp, dtype=bool)
     end = 0.0
-    for compute, moving, lag in zip(time.compute, time.moving, (1, 0), strict=True):
+    tables = ring, ring.of_backward or ring
+    for of, each, lag in zip((time.there, time.back), tables, (1, 0), strict=True):
+        hops, keys, compute, moving = of.hops, each.transfers, of.compute, of.moving
+        meets = np.zeros((int(hops.max()) + 2, ring.cp, ring.cp), bool)
+        meets[keys.hop, keys.sender, keys.receiver] = True
+        meets[keys.hop, keys.receiver, keys.sender] = True
+        meets |= np.eye(ring.cp, dtype=bool)
         begin = np.full(ring.cp, end)
         for stage in range(compute.shape[1]):
             # what moves while a rank computes a stage is for its next hop, or of its last one
@@ -27,4 +29,4 @@ def seconds(plan: Plan, given: Conditions) -> float:
             moved = np.where(moving[:, stage] > 0, both + moving[:, stage], 0.0)
             begin = np.maximum(begin + compute[:, stage], moved)
         end = float(begin.max())
-    return end + sum(time.exchange)
+    return end + time.there.exchange + time.back.exchange

@@ -61,6 +61,10 @@ def test_hops_of_backward_bring_few_tokens_where_sources_are_shards():
         plan = Plan.build(mask, layout, schedule=schedule)
         plan.verify()
         assert len(plan.rank_plan(3).backward) == stages
+        for tables in (plan.ring, plan.ring.of_backward or plan.ring):
+            alone = Plan.build(mask, layout, schedule=tables.schedule).time()
+            of = "there" if tables is plan.ring else "back"
+            assert (getattr(plan.time(), of).stages == getattr(alone, of).stages).all()
         alone = PlanSpec(layout, schedule=schedule).build_rank_plan(mask, 8, 3)
         assert repr(alone) == repr(plan.rank_plan(3))
 
