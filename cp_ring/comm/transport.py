@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -184,20 +184,14 @@ def _started(
     """Start messages like `torch.distributed.batch_isend_irecv`, without its checks and objects for
     each message, which cost the host more time than the messages do.
     """
-    device = (receives or sends)[0][1].device
-
-    def start() -> list[dist.Work]:
-        return [
-            *[group.recv([part], peer, tag) for peer, part in receives],
-            *[group.send([part], peer, tag) for peer, part in sends],
-        ]
-
-    if not group._get_backend(device).supports_coalescing:
-        return start()
-    with dist._coalescing_manager(group, device, async_ops=True) as together:
-        start()
-    works: list[dist.Work] = together.works
-    return works
+    backend: Any = group._get_backend((receives or sends)[0][1].device)
+    if backend.supports_coalescing:
+        backend._start_coalescing()
+    works = [
+        *[backend.recv([part], peer, tag) for peer, part in receives],
+        *[backend.send([part], peer, tag) for peer, part in sends],
+    ]
+    return [backend._end_coalescing()] if backend.supports_coalescing else works
 
 
 @dataclass

@@ -29,9 +29,11 @@ class Tokens(NamedTuple):
 
 def tokens_of(x: Tensor, dim: int) -> Tokens:
     """Return x as kernels take it. Its tokens are dimension `dim`, 0 or 1, its heads 2."""
-    if x.stride(-1) != 1:
+    strides = x.stride()
+    if strides[-1] != 1:
         x = x.contiguous()
-    return Tokens(x, x.stride(dim), x.stride(1 - dim), x.stride(2), x.shape[-1])
+        strides = x.stride()
+    return Tokens(x, strides[dim], strides[1 - dim], strides[2], x.shape[-1])
 
 
 @triton.jit
