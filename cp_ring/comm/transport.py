@@ -227,7 +227,7 @@ def messages(transfers: Sequence[tuple[Transfer, Buffer]]) -> _Messages:
     Both sides use this order: by transfer, then by range, then keys before values.
     """
     return [
-        (t.peer, x[start:end])
+        (t.peer, x if end - start == x.shape[0] else x[start:end])
         for t, buffers in transfers
         for start, end in t.ranges
         for x in buffers

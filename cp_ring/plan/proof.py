@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -451,7 +452,7 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
     back = plan.of_backward
     _expect((back is None) == (part.back is None), f"rank {rank}: its backward has other hops")
     if back is not None and part.back is not None:
-        check_rank_plan(back, part.back, axis)
+        check_rank_plan(back, replace(part, hops=part.back, back=None), axis)
     for hops in (part.hops, part.backward)[: 1 + (back is None)]:
         sums = np.zeros(len(own), np.uint64)
         for hop in hops:

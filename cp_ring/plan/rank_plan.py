@@ -44,6 +44,22 @@ def _slides(layout: Layout, rank: int, table: Transfers) -> Slide:
 
 def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     """Return the plan of one rank, made from the tables of all ranks."""
+    layout, back = plan.layout, plan.of_backward
+    return RankPlan(
+        rank,
+        plan.cp,
+        int(layout.tokens_per_rank[rank]),
+        _hops(plan, rank),
+        layout.rows,
+        identity(plan),
+        len(plan.mask.pieces),
+        forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
+        back=None if back is None else _hops(back, rank),
+    )
+
+
+def _hops(plan: PlanTables, rank: int) -> tuple[Hop, ...]:
+    """Return the hops of a rank at which it computes or moves something."""
     cp, layout = plan.cp, plan.layout
     # keys arrive in one buffer of a hop, and gradients leave the other
     arriving = plan.transfers.where("receiver", rank)
@@ -52,7 +68,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
         np.bincount(table.hop, table.tokens, cp).astype(np.int64).tolist()
         for table in (arriving, grads_leaving)
     )
-    num_keys[0] = num_grads[0] = num_tokens = int(layout.tokens_per_rank[rank])
+    num_keys[0] = num_grads[0] = int(layout.tokens_per_rank[rank])
     keys, grads = (_slides(layout, rank, table) for table in (arriving, grads_leaving))
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
@@ -65,7 +81,7 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
     )
     indices = np.array(sorted(set(tile_hop.tolist()).union(*messages)), np.int64)
     ends = np.searchsorted(tile_hop, np.stack([indices, indices + 1]))
-    hops = [
+    return tuple(
         Hop(
             index,
             tiles[start:end],
@@ -78,17 +94,6 @@ def rank_plan(plan: PlanTables, rank: int) -> RankPlan:
             grad_receives[index],
         )
         for index, start, end in zip(*np.vstack([indices, ends]).tolist(), strict=True)
-    ]
-    return RankPlan(
-        rank,
-        cp,
-        num_tokens,
-        tuple(hops),
-        layout.rows,
-        identity(plan),
-        len(plan.mask.pieces),
-        forwards=bool((plan.transfers.sender != plan.transfers.owner).any()),
-        back=rank_plan(plan.of_backward, rank) if plan.of_backward else None,
     )
 
 

@@ -206,7 +206,7 @@ class RankPlan:
     pieces of the mask. `exchange` says how the tokens of the member's ranks come to all of them; it
     is None if the rank is its own member. `forwards` is True if some ranks pass on keys of others.
     `identity` identifies the whole plan (`cp_ring.plan.rank_plan`), so that ranks can check that
-    they run the same one; () is not compared. `back` has the hops of backward, if these are others.
+    they run the same one; () is not compared. `back` are the hops of backward, if these are others.
     """
 
     rank: int
@@ -218,7 +218,7 @@ class RankPlan:
     pieces: int = 1
     exchange: Moves | None = None
     forwards: bool = False
-    back: RankPlan | None = None
+    back: tuple[Hop, ...] | None = None
 
     @property
     def ulysses(self) -> int:
@@ -244,9 +244,7 @@ class RankPlan:
 
         The first remote keys travel during the first half, the last gradients during the second.
         """
-        if self.back is not None:
-            return self.back.backward
-        hops = self.hops
+        hops = self.hops if self.back is None else self.back
         if len(hops) < 2 or hops[0].index:
             return hops
         first, *others = hops

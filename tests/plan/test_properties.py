@@ -59,13 +59,13 @@ def said_of(name, plan, seed):
         spoiled = PLAN_MUTATIONS[name](plan, rng)
         return [said(spoiled.verify)] if spoiled is not None else []
     parts, lines = [plan.rank_plan(rank) for rank in range(plan.cp)], []
-    of_backward = [part.back for part in parts if part.back]
+    of_backward = [replace(part, hops=part.back, back=None) for part in parts if part.back]
     for backward in (False, True)[: 1 + bool(of_backward)]:
         spoiled = RANK_PLAN_MUTATIONS[name](of_backward if backward else parts, rng)
         if spoiled is not None:
             if backward:
                 pairs = zip(parts, spoiled, strict=True)
-                spoiled = [replace(part, back=back) for part, back in pairs]
+                spoiled = [replace(part, back=other.hops) for part, other in pairs]
             alone = (said(check_rank_plan, plan.ring, part) for part in spoiled)
             lines.append(next(filter(None, alone), ""))
     return lines
