@@ -7,7 +7,7 @@ records hold numbers and know nothing of the functions that make them, so that t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -49,7 +49,7 @@ class Transfers:
         return len(self.hop)
 
     def __getitem__(self, index: NDArray[np.generic] | slice) -> Transfers:
-        return Transfers(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Transfers(*(column[index] for column in vars(self).values()))
 
     @property
     def tokens(self) -> Ints:
@@ -63,7 +63,7 @@ class Transfers:
         """Return a view of the messages with this value in field `name`. The table must be sorted
         by that field first.
         """
-        return self[slice(*np.searchsorted(getattr(self, name), [value, value + 1]))]
+        return self[slice(*getattr(self, name).searchsorted([value, value + 1]))]
 
 
 @dataclass(frozen=True, eq=False)
