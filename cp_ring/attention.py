@@ -41,7 +41,7 @@ from cp_ring.kernels import (
     deterministic,
     switched,
 )
-from cp_ring.kernels.base import CountingKernel, MaxLogitKernel
+from cp_ring.kernels.base import MaxLogitKernel
 from cp_ring.observe.watchdog import WATCH
 from cp_ring.ops.dtypes import sum_dtype
 from cp_ring.plan.layout import Layout
@@ -132,11 +132,11 @@ class Attention:
         self.transport: Callable[[], Transport | None] = (
             weakref.ref(transport) if transport is not None else lambda: None
         )
-        alone, codec = rank_plan.cp == 1, _codec_for(options.wire, rank_plan, inputs)
-        self._latents = codec.needs_latents and not alone
+        codec = _codec_for(options.wire, rank_plan, inputs)
+        self._latents = codec.needs_latents
         with determinism(options.deterministic):
             exact = deterministic()
-            self._kernel: AttentionKernel = choose(
+            self._kernel = choose(
                 options.kernel,
                 device=q.device,
                 dtype=q.dtype,
@@ -155,7 +155,7 @@ class Attention:
         self._batch_rows = batch if rank_plan.batch == batch > 1 else 0
         _check_tokens(rank_plan, tokens * (self._batch_rows or 1))
         self._ring = Ring(
-            codec=Plain if rank_plan.cp == rank_plan.ulysses else codec,
+            codec=codec,
             bshd=self._bshd and rank_plan.exchange is None and not self._batch_rows,
             scale=d**-0.5 if options.softmax_scale is None else options.softmax_scale,
             num_slots=options.num_slots,
@@ -176,7 +176,7 @@ class Attention:
             "head size": d,
             "head size of values": v.shape[3],
             "softmax_scale": self._ring.scale,
-            "wire": Plain.name if alone else options.wire,
+            "wire": Plain.name if rank_plan.cp == 1 else options.wire,
             "wire_dtype": self._ring.wire_dtype,
             # with heads exchanged, lse is one more tensor of the messages
             "return_lse": options.lse and rank_plan.exchange is not None,
@@ -196,11 +196,9 @@ class Attention:
             more = latents._replace(latent=self._in_stream(latents.latent))
         if not self._ring.bshd:
             q, k, v = map(self._in_stream, (q, k, v))
-        kernel, plan, transport = self._kernel, self._plan(), self.transport()
+        kernel, plan, transport = self._kernel_of_call(), self._plan(), self.transport()
         assert plan is not None, "an attention is called without its plan"
         transport = transport if plan.cp > 1 else None
-        if (counting := self._counting()) is not None:
-            kernel = counting
         agree = getattr(transport, "agree", None)
         # Raises `PlanError` on all ranks where the ranks of the transport make different calls.
         begin_backward = agree and agree(
@@ -208,19 +206,18 @@ class Attention:
         )
         place = WATCH.place if kept is None else kept.place
         call = RingCall(self._ring, plan, transport, kernel, place, begin_backward)
-        lse: Tensor | None
         if plan.exchange is None:
             out, lse = RingAttention.apply(call, kept and kept.parts[0], q, k, v, sink, *more)
-            parts = [(out, lse)]
-            max_logit = None if counting is None else counting.max_logit
+            output = Output(out, lse, getattr(kernel, "max_logit", None), [(out, lse)])
         else:
-            out, lse, max_logit, parts = self._over_heads(call, kept, q, k, v, sink)
+            output = self._over_heads(call, kept, q, k, v, sink)
+        out, lse, *_ = output
         if rows := self._batch_rows:
             out = out[:, 0].unflatten(0, (rows, -1)).transpose(0, 1)
             lse = None if lse is None else lse[0].unflatten(1, (rows, -1)).transpose(0, 1)
         if self._bshd and not self._ring.bshd:
             out = out.transpose(0, 1)
-        return Output(out, lse, max_logit, parts)
+        return output._replace(out=out, lse=lse)
 
     def _in_stream(self, x: Tensor) -> Tensor:
         """Return a tensor of the caller's format with tokens first, [s, b, ...]. Batch rows with
@@ -238,7 +235,7 @@ class Attention:
         k: Tensor,
         v: Tensor,
         sink: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[tuple[Tensor, Tensor]]]:
+    ) -> Output:
         """Run attention over the ring for this rank's heads, one group after another, with the
         exchange of heads around it.
         """
@@ -258,32 +255,32 @@ class Attention:
         def attention(
             q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, group: int
         ) -> tuple[Tensor, Tensor]:
-            counting = self._counting()
-            kernel = counting or call.kernel
+            kernel = self._kernel_of_call()
             mine = call._replace(kernel=kernel, transport=ring, begin_backward=None)
             parts.append(RingAttention.apply(mine, kept and kept.parts[group], q, k, v, sink))
-            if counting is not None and counting.max_logit is not None and max_logit is not None:
-                max_logit[slice(*split.queries[group][mover.rank])] = counting.max_logit
+            found = getattr(kernel, "max_logit", None)
+            if max_logit is not None and found is not None:
+                max_logit[slice(*split.queries[group][mover.rank])] = found
             return parts[-1]
 
         out, lse = over_heads(
             mover, split, q, k, v, sink, attention, self._options.lse, call.start_backward
         )
-        return out, lse, max_logit, parts
+        return Output(out, lse, max_logit, parts)
 
-    def _counting(self) -> CountingKernel | None:
-        """Return a kernel for one call that keeps its largest logits, or None if they are not
-        wanted.
+    def _kernel_of_call(self) -> AttentionKernel:
+        """Return the kernel; if the largest logits are wanted, one for one call, which keeps them as
+        `max_logit`.
         """
         if not self._options.max_logit:
-            return None
+            return self._kernel
         assert isinstance(self._kernel, MaxLogitKernel), "a kernel was chosen for what it lacks"
         return self._kernel.with_max_logit()
 
 
 def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Plain]:
-    """Return the codec of a call. Raises `ConfigError` if it does not support the call's inputs or
-    plan.
+    """Return the codec of a call, `Plain` if nothing travels around the ring. Raises `ConfigError`
+    if the call's codec does not support its inputs or plan.
     """
     if wire in CODECS:
         codec = CODECS[wire]
@@ -296,7 +293,7 @@ def _codec_for(wire: str, rank_plan: RankPlan, inputs: Inputs) -> type[Plain]:
             f"wire={wire!r} does not support heads={rank_plan.ulysses}: the MLA latent has no head "
             "dimension to split"
         )
-    return codec
+    return Plain if rank_plan.cp == rank_plan.ulysses else codec
 
 
 def _check_tokens(rank_plan: RankPlan, tokens: int) -> None:

@@ -32,6 +32,12 @@ from cp_ring.plan.message_order import message_order
 from cp_ring.plan.proof import check_order
 from cp_ring.plan.records import RankPlan, Turn
 
+Pass = tuple[Work, Sequence[Turn]]
+"""The kernel calls and updates of a pass, and the order of its messages."""
+
+Merged = tuple[Tensor, Tensor, Tensor | None]
+"""out [b, s, h, e] and lse [b, h, s] of all keys, and the gradient of lse, if it has one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Ring:
@@ -49,7 +55,7 @@ class Ring:
     wire_dtype: torch.dtype
     exact: bool
     shares_heads: bool
-    passes: dict[bool, tuple[Work, Sequence[Turn]]] = field(default_factory=dict)
+    passes: dict[bool, Pass] = field(default_factory=dict)
 
 
 class RingCall(NamedTuple):
@@ -78,8 +84,8 @@ class RingCall(NamedTuple):
         if self.begin_backward is not None:
             self.begin_backward(self.place)
 
-    def of_pass(self, device: torch.device, backward: bool) -> tuple[Work, Sequence[Turn]]:
-        """Return the kernel calls and updates of a pass, and the order of its messages."""
+    def of_pass(self, device: torch.device, backward: bool) -> Pass:
+        """Return forward, or backward, of this call's rank; it is made once."""
         ring, part = self.ring, self.rank_plan
         if backward not in ring.passes:
             work = work_of(part, self.kernel, device, backward, backward and ring.shares_heads)
@@ -159,7 +165,7 @@ def _run_forward(
     s, h, e] in `dtype` and lse [b, h, s].
     """
     ring, (work, order) = call.ring, call.of_pass(q.device, backward=False)
-    queries, total = Queries(q), Merge(work.queries, q, v.shape[-1], dtype)
+    queries, total = Queries(q), Merge.of_queries(work.queries, q, v.shape[-1], dtype)
     for hop, k_hop, v_hop in ring.codec(k, v, *inputs).keys(order, call.transport):
         with span("forward", hop):
             for kernel_call in work.calls[hop]:
@@ -175,19 +181,18 @@ def _run_backward(
     k: Tensor,
     v: Tensor,
     inputs: Sequence[Tensor],
-    merged: tuple[Tensor, Tensor, Tensor | None],
+    merged: Merged,
 ) -> tuple[Tensor, ...]:
     """Run the hop loop of backward: partial gradients of the last hop's keys travel to their owners
-    while the next hop is computed. `merged` is out, lse, and the gradient of lse.
+    while the next hop is computed.
     """
     (out, lse, dlse), ring = merged, call.ring
     work, order = call.of_pass(q.device, backward=True)
     codec, transport = ring.codec(k, v, *inputs), joining(call.transport)
     updates = work.own_keys if codec.needs_latents else work.keys
     grads = codec.gradients(updates, transport, ring.wire_dtype)
-    b, s, h, d = q.shape
     queries = Queries(dout, q, out, lse=lse)
-    total = Sum(work.queries, s, [(b, h, d)], q, q.dtype, dim=1)
+    total = Sum.of_queries(work.queries, q, q.shape[-1], q.dtype)
     if dlse is not None:
         # The gradient of a score is weight * (dout . v - dout . out). With a dout of 1 in the first
         # channel, values of 0, and -dlse as out, it is weight * dlse, from any kernel.
@@ -222,9 +227,7 @@ def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return with_sink
 
 
-def _sink_gradient(
-    dout: Tensor, merged: tuple[Tensor, Tensor, Tensor | None], sink: Tensor
-) -> Tensor:
+def _sink_gradient(dout: Tensor, merged: Merged, sink: Tensor) -> Tensor:
     """Return the gradient of the sink: -sum over queries of exp(sink - lse) * (dout . out - dlse),
     [h].
     """

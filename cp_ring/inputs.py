@@ -93,8 +93,7 @@ class Inputs(NamedTuple):
         if not torch.is_autocast_enabled(self.q.device.type):
             return self
         q, k, v, *more = in_one_dtype(self.q, self.k, self.v, *(self.latents or ()))
-        latents = None if self.latents is None else type(self.latents)(*more)
-        return Inputs(q, k, v, self.sink, latents)
+        return Inputs(q, k, v, self.sink, self.latents and type(self.latents)(*more))
 
     def kinds(self) -> tuple[object, ...]:
         """Return everything that an `Attention` depends on, without the values of the tensors."""
@@ -108,7 +107,7 @@ class Inputs(NamedTuple):
         def shapes() -> str:
             return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
-        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        if not q.dim() == k.dim() == v.dim() == 4:
             raise PlanError(
                 "q, k and v must have 4 dimensions, batch, tokens, heads and head size; here "
                 f"{shapes()}"

@@ -26,7 +26,6 @@ from cp_ring.plan.message_order import message_order
 from cp_ring.plan.plan import Plan
 from cp_ring.plan.records import RankPlan
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
-from cp_ring.plan.sizes.head_split import split_heads
 
 FLOAT32 = 4
 
@@ -44,8 +43,7 @@ def rank_memory(plan: Plan, rank: int, sizes: AttentionSizes) -> dict[str, int]:
     are kept from forward to backward. `sizes` are those of all heads of the layer.
     """
     ranks, own = plan.ulysses, sizes.of_rank(plan.ulysses)
-    groups = split_heads(sizes.heads, sizes.kv_heads, ranks).groups if ranks > 1 else 1
-    part = plan.rank_plan(rank)
+    groups, part = sizes.groups(ranks), plan.rank_plan(rank)
     out = part.num_tokens * own.out_width * own.element
     inputs = part.num_tokens * (own.query_width + own.key_width) * own.element
     buffers = {

@@ -16,7 +16,7 @@ from cp_ring.options import CallSettings
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
-from cp_ring.plan.ranges import offsets, window_of
+from cp_ring.plan.ranges import Integers, offsets, window_of
 from cp_ring.plan.routes import AUTO
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.time import Conditions
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _OF_PLANS = "mask, layout, route, schedule and heads"
 _OF_MASKS = ("causal", "window_size", "cu_seqlens")
 _OTHERS = ("layout", "route", "schedule", "heads")
-Offsets = Sequence[int] | np.ndarray | Tensor
+Offsets = Integers | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class PlanOptions:
     plan: Plan | RankPlan | None = None
 
     def __post_init__(self) -> None:
-        mask, heads, layout = self.mask, self.heads, self.layout
+        mask, heads = self.mask, self.heads
         expect("causal", self.causal, bool)
         if not isinstance(self.window_size, Sequence) or len(self.window_size) != 2:
             raise ConfigError(
@@ -77,7 +77,7 @@ class PlanOptions:
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
         expect("route", self.route, str)
         expect("schedule", self.schedule, str, Sequence)
-        expect("layout", layout, Layout, str)
+        expect("layout", self.layout, Layout, str)
 
     def _asks(self, name: str) -> bool:
         """Return True if a keyword has another value than its default."""
@@ -85,6 +85,18 @@ class PlanOptions:
         if value is default or default is None:
             return value is not default
         return bool((tuple(value) if name == "window_size" else value) != default)
+
+    def _mask_of(self, tokens: int, cp: int) -> Mask:
+        """Return the mask of a call in which this rank of `cp` holds `tokens` tokens."""
+        if self.mask is not None:
+            return self.mask
+        layout, edges = self.layout, self.cu_seqlens
+        end = layout.n if isinstance(layout, Layout) else None
+        if edges is not None:
+            edges = offsets(edges, "cu_seqlens", end).tolist()
+        else:
+            edges = [0, length_of(tokens, cp, str(layout)) if end is None else end]
+        return _mask(tuple(edges), self.causal, window_of(self.window_size))
 
     def find(
         self,
@@ -104,10 +116,7 @@ class PlanOptions:
         layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:
             raise ConfigError(f"layout is for {layout.cp} ranks, but the group has {cp}")
-        mask = self.mask
-        if mask is None:
-            edges = _edges(self.cu_seqlens, layout, tokens, cp)
-            mask = _mask(edges, self.causal, window_of(self.window_size))
+        mask = self._mask_of(tokens, cp)
         spec = PlanSpec(layout, self.route, self.schedule)
         if self.heads != AUTO:
             spec = replace(spec, ulysses=int(self.heads))
@@ -167,18 +176,8 @@ def length_of(tokens: int, cp: int, layout: str | None = "zigzag") -> int:
     return tokens * cp
 
 
-def _edges(ends: Offsets | None, layout: Layout | str, tokens: int, cp: int) -> tuple[int, ...]:
-    """Return the offsets of documents in a sequence of which this rank holds `tokens` tokens;
-    without `ends`, the offsets of one document.
-    """
-    end = layout.n if isinstance(layout, Layout) else None
-    if ends is not None:
-        return tuple(offsets(ends, "cu_seqlens", end).tolist())
-    return (0, length_of(tokens, cp, str(layout)) if end is None else end)
-
-
 @RUNTIME.cache(maxsize=64)
 def _mask(edges: tuple[int, ...], causal: bool, window: tuple[int, int]) -> Mask:
     if len(edges) > 2:
-        return Mask.documents(list(edges), causal=causal, window=window)
+        return Mask.documents(edges, causal, window)
     return (Mask.causal if causal else Mask.full)(edges[-1], window)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.errors import PlanError, expect
-from cp_ring.ops.dtypes import finite
+from cp_ring.errors import ConfigError, PlanError, expect, one_line
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, check_all, integer, integers
 
@@ -76,7 +76,7 @@ def prefix_pack(
         )
     if integer(multiple, "multiple") < 1:
         raise PlanError(f"multiple={multiple}: it must be at least 1 token")
-    prompt, weight = integers(prompts, "prompts"), finite(weights, "weights")
+    prompt, weight = integers(prompts, "prompts"), _finite(weights, "weights")
     for name, tokens_of_prompt in (("prompts", prompt), ("weights", weight)):
         if tokens_of_prompt.ndim and tokens_of_prompt.shape != lengths.shape:
             raise PlanError(
@@ -106,6 +106,19 @@ def prefix_pack(
         tuple(map(torch.from_numpy, paths)),
         Mask.tree(parents, [len(part) for part in parts], n),
     )
+
+
+def _finite(values: Any, what: str) -> Tensor:
+    """Return numbers as a float64 tensor on the CPU. Raises `ConfigError` for values that are not
+    finite numbers.
+    """
+    try:
+        numbers = torch.as_tensor(values).detach().double().cpu()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be read as numbers: {one_line(error)}") from None
+    if not bool(numbers.isfinite().all()):
+        raise ConfigError(f"{what} must be finite numbers, not {numbers.flatten().tolist()[:8]}")
+    return numbers
 
 
 def _trie(sequences: list[Ints]) -> tuple[list[Ints], list[int], list[Ints]]:

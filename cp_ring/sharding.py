@@ -255,7 +255,7 @@ def _layout(layout: Layout | Plan | str | None, n: int, cp: int) -> Layout:
         if layout not in LAYOUTS:
             raise ConfigError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
         if LAYOUTS[layout].fixed:
-            return LAYOUTS[layout](Mask.full(n), cp)
+            return LAYOUTS[layout].make(Mask.full(n), cp)
         raise ConfigError(
             f"layout {layout!r} may follow from the mask: make it, as in Layout.balanced(mask, cp)"
             ", and pass it to this function and to ring_attention"

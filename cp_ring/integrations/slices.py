@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cp_ring.errors import PlanError
-from cp_ring.plan.ranges import Ints, range_pairs
+from cp_ring.plan.ranges import Ints, Spans, range_pairs
 from cp_ring.plan.tiles import OPEN
 
 _SLICES = ("full", "causal", "inv_causal", "bi_causal")
@@ -21,8 +20,8 @@ earlier queries, bit 1 earlier keys from later queries.
 
 
 def pieces_of(
-    q_ranges: Sequence[Sequence[int]] | np.ndarray,
-    k_ranges: Sequence[Sequence[int]] | np.ndarray,
+    q_ranges: Spans,
+    k_ranges: Spans,
     types: Any,
 ) -> Ints:
     """Return the pieces of slices, int64 [slices, 6]; see `Mask.from_ranges`."""

@@ -34,16 +34,20 @@ class PackedCall:
 
     @classmethod
     def of(
-        cls, sequences: list[list[tuple[Tile, int]]], reverse: bool, sizes: Sizes | None
+        cls,
+        sequences: list[list[tuple[Tile, int]]],
+        window: tuple[int, int],
+        reverse: bool,
+        sizes: Sizes | None,
     ) -> PackedCall:
-        """Make the call of sequences of tiles, each with the shift from its keys to their
-        gradients.
+        """Make the call of sequences of tiles of one window, each with the shift from its keys to
+        their gradients.
         """
         tiles = [tile for sequence in sequences for tile in sequence]
         first = [sequence[0][0] for sequence in sequences]
         q, k = [(t.q0, t.q1) for t in first], [(t.k0, t.k1) for t, _ in tiles]
         grads = [(t.k0 + shift, t.k1 + shift) for t, shift in tiles]
-        left, right = (-1, 0) if reverse else _window(first[0])
+        left, right = (-1, 0) if reverse else window
         queries, keys = Partial.of(q, reverse=reverse), Partial.of(grads, reverse=reverse)
         of_q, of_k = (
             sizes.rooms(_count(q), _count(k), len(sequences)) if sizes else (Room(), Room())
@@ -103,14 +107,6 @@ class PackedCall:
     def _packing(self, device: torch.device) -> Packing:
         cu_q, cu_k = self.q.ends.on(device), self.k.ends.on(device)
         return Packing(cu_q, cu_k, self.q.longest, self.k.longest, self.left, self.right)
-
-
-def _window(tile: Tile) -> tuple[int, int]:
-    """Return the tile's band as a window aligned bottom right, as flash-attn defines it; -1 for an
-    open side.
-    """
-    corner = tile.k1 - tile.q1
-    return -1 if tile.lo == -OPEN else corner - tile.lo, -1 if tile.hi == OPEN else tile.hi - corner
 
 
 def _count(spans: list[tuple[int, int]]) -> int:

@@ -123,7 +123,7 @@ def _make_work(
             *work.queries,
             *(segments for updates in work.keys.values() for segments in updates),
         ):
-            segments.blocks(device)
+            segments.blocks.on(device)
     return work
 
 
@@ -167,7 +167,7 @@ def _make_calls(
     each other group. Only kernels with `capabilities.varlen` have such groups.
     """
     tiles = list(lowered.tiles)
-    reverse = lowered.reverse.tolist()
+    reverse, windows = lowered.reverse.tolist(), list(zip(*lowered.windows.tolist(), strict=True))
     shift = grad_shift[lowered.parent].tolist()
     packs = [False] * len(tiles) if sizes is None else sizes.packs(lowered.tiles).tolist()
     for group in call_groups(lowered, capabilities.varlen):
@@ -176,4 +176,4 @@ def _make_calls(
             yield SingleCall.of(tiles[first], shift[first], reverse[first])
         else:
             sequences = [[(tiles[i], shift[i]) for i in sequence] for sequence in group]
-            yield PackedCall.of(sequences, reverse[first], sizes)
+            yield PackedCall.of(sequences, windows[first], reverse[first], sizes)

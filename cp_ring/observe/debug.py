@@ -48,7 +48,7 @@ def fill(*buffers: Tensor) -> None:
     """Fill buffers that are about to receive with NaN, if debugging is on. Buffers of integers keep
     their values.
     """
-    if _depth.value > 0:
+    if enabled():
         for buffer in buffers:
             if buffer.is_floating_point():
                 buffer.fill_(float("nan"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -58,12 +58,6 @@ class Recording:
         begin = now()
         yield
         blocks.append((begin, now()))
-
-    @contextmanager
-    def waiting_for_plan(self) -> Iterator[None]:
-        begin = clock()
-        yield
-        self.plan_seconds += clock() - begin
 
     def seconds(self) -> tuple[float, float, float]:
         """Return the seconds that this rank computed, waited for messages, and waited for plans. On
@@ -159,12 +153,14 @@ def compared(step: int, ranks: Sequence[RankTimes]) -> Findings:
 ACTIVE: Cell[Recording | None] = RUNTIME.cell(None)
 """The recording of the sampled step that runs; None in other steps."""
 
-_NOTHING = nullcontext()
 
-
-def waiting_for_plan() -> Any:
+@contextmanager
+def waiting_for_plan() -> Iterator[None]:
     """Mark a wait for the plan of a microbatch."""
-    return _NOTHING if ACTIVE.value is None else ACTIVE.value.waiting_for_plan()
+    recording, begin = ACTIVE.value, clock()
+    yield
+    if recording is not None:
+        recording.plan_seconds += clock() - begin
 
 
 class Sampler:

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_ring.errors import ConfigError, one_line
-
 _NOTHING = nullcontext()
-
-
-def finite(values: Any, what: str) -> Tensor:
-    """Return numbers as a float64 tensor on the CPU. Raises `ConfigError` for values that are not
-    finite numbers.
-    """
-    try:
-        numbers = torch.as_tensor(values).detach().double().cpu()
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{what} cannot be read as numbers: {one_line(error)}") from None
-    if not bool(numbers.isfinite().all()):
-        raise ConfigError(f"{what} must be finite numbers, not {numbers.flatten().tolist()[:8]}")
-    return numbers
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

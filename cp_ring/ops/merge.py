@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.ops.fused import FusedFunction
-from cp_ring.ops.segments import Segments, tokens
+from cp_ring.ops.segments import Segments
 from cp_ring.runtime import RUNTIME
 
 _UNSEEN = -1e30
@@ -22,7 +22,7 @@ def merge(
     segments: Segments,
     outs: Sequence[Tensor],
     lses: Sequence[Tensor],
-    running: Tensor | None,
+    running: Tensor,
     lse: Tensor,
     result: Tensor,
 ) -> None:
@@ -38,19 +38,15 @@ def merge(
 
     `running` [b, kept, h, e] holds out in `sum_dtype` between updates, `lse` [b, h, s] the running
     lse in `lse_dtype`. Complete tokens go to `result` [b, s, h, e], which is empty if there are
-    none. If `running` is None, `result` holds the running total too. Tokens that no part has get 0
-    and -inf. On CUDA, with Triton, it is one kernel.
+    none; it may be `running` itself. Tokens that no part has get 0 and -inf. On CUDA, with Triton,
+    it is one kernel.
     """
     fits = result.is_cuda and lse.dtype == torch.float32 and segments.parts > 0
     if fits and _fused.run(segments, outs, lses, running, lse, result):
         return
     for segment in segments.each:
         target, total, places = segment.begin(outs, running, result, 1)
-        total_lse = tokens(lse, 2, segment.start, segment.size)
-        if segment.first and segment.places:
-            total_lse.copy_(segment.take(segment.places[0], lses, 2))
-        elif segment.first:
-            total_lse.fill_(-math.inf)
+        total_lse, *_ = segment.begin(lses, lse, lse, 2, empty=-math.inf)
         for place in places:
             out_part, lse_part = segment.take(place, outs, 1), segment.take(place, lses, 2)
             # in the order of out, in which `lerp_` takes half the time

@@ -69,15 +69,15 @@ def merge(
     segments: Segments,
     outs: Sequence[Tensor],
     lses: Sequence[Tensor],
-    running: Tensor | None,
+    running: Tensor,
     lse: Tensor,
     result: Tensor,
 ) -> None:
     """Run `cp_ring.ops.merge.merge`. `lse` is contiguous; `running` and `result`
     have tokens first in memory, so their strides are equal.
     """
-    table, kept = segments.blocks(result.device), segments.kept.start
-    running, kept = (result, 0) if running is None else (running, kept)
+    table = segments.blocks.on(result.device)
+    kept = 0 if running is result else segments.kept.start
     (b, _, heads, size), total = running.shape, tokens_of(running, 1)
     of_lses = [stride for x in lses for stride in x.stride()]
     # As in `sums_triton.add`: ptxas would spill to have 80 registers on sm_80.

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import batched
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cp_ring.ops.copies import Copies
@@ -61,23 +61,28 @@ class Segment(NamedTuple):
         return part.flip(dim) if reverse else part
 
     def begin(
-        self, parts: Sequence[Tensor], running: Tensor | None, result: Tensor, dim: int
+        self,
+        parts: Sequence[Tensor],
+        running: Tensor,
+        result: Tensor,
+        dim: int,
+        empty: float = 0.0,
     ) -> tuple[Tensor, Tensor, list[Place]]:
         """Return the tokens to which the total is stored, the total to start from, and the places
-        that are still to be added. The start is the stored total, else the first part, else zeros;
-        it may be the tokens themselves. `dim` is the dimension of tokens.
+        that are still to be added. The start is the stored total, else the first part, else `empty`
+        everywhere; it may be the tokens themselves. `dim` is the dimension of tokens.
         """
-        target, start, places = result, self.start, self.places
-        if running is not None and not self.last:
+        apart, target, start = running is not result, result, self.start
+        if apart and not self.last:
             target, start = running, self.stored
         target = tokens(target, dim, start, self.size)
         if not self.first:
-            if running is not None and self.last:
-                return target, tokens(running, dim, self.stored, self.size), places
-            return target, target, places
-        if not places:
-            return target, target.zero_(), places
-        part, others = self.take(places[0], parts, dim), places[1:]
+            goes_on = apart and self.last
+            stored = tokens(running, dim, self.stored, self.size) if goes_on else target
+            return target, stored, self.places
+        if not self.places:
+            return target, target.fill_(empty), self.places
+        part, others = self.take(self.places[0], parts, dim), self.places[1:]
         # The sum of several parts is not rounded to the dtype of the result on the way.
         if others and (dtype := sum_dtype(target.dtype)) != target.dtype:
             return target, part.to(dtype, copy=True), others
@@ -105,35 +110,27 @@ class Segments:
     @cached_property
     def each(self) -> list[Segment]:
         """The segments, for torch operations."""
-        return [_segment(self.kept.start, *column) for column in self.table.T.tolist()]
+        found = []
+        for start, end, first, last, *of_parts in self.table.T.tolist():
+            size, stored = end - start, start - self.kept.start
+            places = [
+                (part, min(position, position + step * (size - 1)), step < 0)
+                for part, (position, step) in enumerate(batched(of_parts, 2))
+                if step
+            ]
+            found.append(Segment(start, stored, size, bool(first), bool(last), places))
+        return found
 
     @cached_property
-    def _blocks(self) -> Copies:
-        return Copies(_cut(self.table).T.astype(np.int32, order="C"))
-
-    def blocks(self, device: torch.device) -> Tensor:
-        """Return the table with its segments cut into blocks of at most BLOCK_Q tokens, for Triton
-        kernels, on the device: int32 [blocks, 4 + 2 * parts].
+    def blocks(self) -> Copies:
+        """The table with its segments cut into blocks of at most BLOCK_Q tokens, for Triton kernels:
+        int32 [blocks, 4 + 2 * parts].
         """
-        return self._blocks.on(device)
-
-
-def _segment(kept: int, start: int, end: int, first: int, last: int, *parts: int) -> Segment:
-    size, places = end - start, []
-    for part, (position, step) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
-        if step:
-            low = min(position, position + step * (size - 1))
-            places.append((part, low, step < 0))
-    return Segment(start, start - kept, size, bool(first), bool(last), places)
-
-
-def _cut(table: np.ndarray) -> np.ndarray:
-    """Return the table with its segments cut into blocks."""
-    count = -(-(table[1] - table[0]) // BLOCK_Q)
-    which = np.repeat(np.arange(len(count)), count)
-    before = (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)) * BLOCK_Q
-    blocks = table[:, which]
-    blocks[0] += before
-    blocks[1] = np.minimum(blocks[1], blocks[0] + BLOCK_Q)
-    blocks[4::2] += blocks[5::2] * before
-    return blocks
+        count = -(-(self.table[1] - self.table[0]) // BLOCK_Q)
+        which = np.repeat(np.arange(len(count)), count)
+        before = (np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)) * BLOCK_Q
+        blocks = self.table[:, which]
+        blocks[0] += before
+        blocks[1] = np.minimum(blocks[1], blocks[0] + BLOCK_Q)
+        blocks[4::2] += blocks[5::2] * before
+        return Copies(blocks.T.astype(np.int32, order="C"))

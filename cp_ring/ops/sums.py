@@ -17,7 +17,7 @@ _fused = RUNTIME.of_process(FusedFunction("cp_ring.ops.sums_triton", "add"))
 def add(
     segments: Segments,
     parts: Sequence[Sequence[Tensor]],
-    running: Sequence[Tensor | None],
+    running: Sequence[Tensor],
     results: Sequence[Tensor],
     dim: int = 0,
 ) -> None:
@@ -26,8 +26,8 @@ def add(
     may differ. With `dim` 1 the tokens of all these tensors are the second dimension.
 
     `running` [kept, b, h, d] holds the total in `sum_dtype` between updates. Complete tokens go to
-    `results` [s, b, h, d], which are empty if there are none. If `running` has None, `results` hold
-    the running totals too. Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
+    `results` [s, b, h, d], which are empty if there are none; they may be `running` themselves.
+    Tokens that no part has get 0. On CUDA, with Triton, it is one kernel.
     """
     fits = results[0].is_cuda and results[0].dtype != torch.float64 and segments.parts
     if fits and _fused.run(segments, parts, running, results, dim):

@@ -42,18 +42,16 @@ def _add(
 def add(
     segments: Segments,
     parts: Sequence[Sequence[Tensor]],
-    running: Sequence[Tensor | None],
+    running: Sequence[Tensor],
     results: Sequence[Tensor],
     dim: int = 0,
 ) -> None:
     """Run `cp_ring.ops.sums.add`. `running` and `results` have tokens first in memory, so their
     strides are equal.
     """
-    table, kept = segments.blocks(results[0].device), segments.kept.start
-    kept = 0 if running[0] is None else kept
-    stored = tuple(
-        tokens_of(x if mid is None else mid, dim) for mid, x in zip(running, results, strict=True)
-    )
+    table = segments.blocks.on(results[0].device)
+    kept = 0 if running[0] is results[0] else segments.kept.start
+    stored = tuple(tokens_of(x, dim) for x in running)
     complete = tuple(of._replace(x=x) for of, x in zip(stored, results, strict=True))
     b, (heads, _) = parts[0][0].shape[1 - dim], parts[0][0].shape[2:]
     # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,10 +36,18 @@ class Sum:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        self._running: Sequence[Tensor | None] = [None] * len(self.sizes)
+        self._running: Sequence[Tensor] = ()
         self._result: Sequence[Tensor] = ()
         self._waiting: list[tuple[Tensor, ...]] = []
         self._done = 0
+
+    @classmethod
+    def of_queries(
+        cls, updates: Sequence[Segments], q: Tensor, size: int, dtype: torch.dtype
+    ) -> Self:
+        """Begin a total [b, s, h, size] of the queries q [b, s, h, d]."""
+        b, s, h, _ = q.shape
+        return cls(updates, s, [(b, h, size)], q, dtype, dim=1)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -68,42 +77,38 @@ class Sum:
     def _take(self, *part: Tensor) -> bool:
         """Take the one part of the whole total as the result, if it has the form of a result."""
         for x in part:
-            x = x.transpose(0, 1) if self.dim else x
-            if x.dtype != self.dtype or not x.is_contiguous():
+            if x.dtype != self.dtype or not x.transpose(0, self.dim).is_contiguous():
                 return False
         self._result = part
         return True
 
     def _update(self, segments: Segments, parts: Sequence[tuple[Tensor, ...]]) -> None:
-        results = self._allocate(segments)
-        add(segments, parts, self._running, results, self.dim)
+        add(segments, parts, *self._allocate(segments), self.dim)
 
-    def _allocate(self, segments: Segments) -> Sequence[Tensor]:
-        """Make the tensors that an update stores to, and return those of the result: empty ones
-        until an update completes some tokens, because kernel calls before that need the memory.
+    def _allocate(self, segments: Segments) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Make the tensors that an update stores to: those of the running total, which may be those
+        of the result, and those of the result. These are empty until an update completes some
+        tokens, because kernel calls before that need the memory.
         """
         same = self.dtype == self._wide
-        if self._running[0] is None and segments.stays and not same:
+        if segments.stays and not (same or self._running):
             count = segments.kept.stop - segments.kept.start
             self._running = self._allocated(self._wide, count)
         if not self._result and (same or segments.ends):
             self._result = self._allocated(self.dtype, self.num_tokens)
-        return self._result or [self.like.new_empty(0, dtype=self.dtype)] * len(self.sizes)
+        results = self._result or [self.like.new_empty(0, dtype=self.dtype)] * len(self.sizes)
+        return self._running or results, results
 
     def _allocated(self, dtype: torch.dtype, count: int) -> list[Tensor]:
         """Make tensors of so many tokens of the total."""
         made = [self.like.new_empty((count, *size), dtype=dtype) for size in self.sizes]
-        return [x.transpose(0, 1) for x in made] if self.dim else made
+        return [x.transpose(0, self.dim) for x in made]
 
 
 class Merge(Sum):
     """The total out [b, s, h, e] with lse [b, h, s], merged from partial results (out [b, t, h, e],
     lse [b, h, t]) of the queries q [b, s, h, d]. It keeps and adds them as `Sum` does.
     """
-
-    def __init__(self, updates: Sequence[Segments], q: Tensor, e: int, dtype: torch.dtype):
-        b, s, h, _ = q.shape
-        super().__init__(updates, s, [(b, h, e)], q, dtype, dim=1)
 
     @cached_property
     def _lse(self) -> Tensor:
@@ -123,6 +128,6 @@ class Merge(Sum):
         return taken
 
     def _update(self, segments: Segments, parts: Sequence[tuple[Tensor, ...]]) -> None:
-        (result,), (running,) = self._allocate(segments), self._running
+        (running,), (result,) = self._allocate(segments)
         outs, lses = zip(*parts, strict=True) if parts else ((), ())
         merge(segments, outs, lses, running, self._lse, result)

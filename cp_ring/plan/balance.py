@@ -17,7 +17,7 @@ parts are balanced as a whole where neighboring ranks exchange heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import batched, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +121,7 @@ def balanced_layout(layers: Layers, cp: int) -> Layout:
     others = [make(n, cp) for make in (Layout.zigzag, Layout.contiguous)[n < 2 * cp :]]
     others = [split for split in others if np.ptp(split.tokens_per_rank) <= (n % cp > 0)]
     rows, work = _measured(layers, cp)
-    sizes = [n // cp + (rank < n % cp) for rank in range(cp)]
+    sizes = tuple(n // cp + (rank < n % cp) for rank in range(cp))
     found: list[tuple[float, float, Layout]] = []
     good = [split for split in others if balance(layers, split) <= GOOD]
     ideal = 0.0
@@ -150,7 +150,7 @@ def balanced_layout(layers: Layers, cp: int) -> Layout:
     return min(alike, key=lambda one: (one[2] not in others, len(one[2].owner), one[1]))[2]
 
 
-def _deals(work: Work, rows: Ints, sizes: list[int]) -> Iterator[tuple[Ints, Ints]]:
+def _deals(work: Work, rows: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Ints, Ints]]:
     """Yield the splits that are compared; few for many ranks, because they take long to make."""
     many = len(sizes) > 2 * Conditions().node
     for enough in (ENOUGH, LOOSE)[: 2 - many]:
@@ -173,9 +173,8 @@ def _seconds(layers: Layers, split: Layout, limit: float = np.inf) -> tuple[floa
         for heads in reversed(given.heads_to_try(split.cp)):
             members = split.merged(heads)
             around = 2 * given.exchange(-(-mask.n // split.cp), heads)
-            tiles, rank, far = shard_tiles(mask.pieces, members)
-            pairs, shards = _pairs_of_blocks(tiles), members.tokens_per_rank
-            traffic = Traffic(tiles, pairs, rank, far, shards, heads, given)
+            tiles, shards = shard_tiles(mask.pieces, members), members.tokens_per_rank
+            traffic = Traffic(*tiles, shards, heads, given, _pairs_of_blocks)
             if traffic.bound + around < min(best, limit / count):
                 best = min(best, traffic.fastest(SLOT_SHARDS)[1].both)
             work = int(traffic.pairs.sum())
@@ -233,7 +232,7 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
 
 
 def _deal(
-    work: Work, segments: Ints, sizes: list[int], share: float, enough: float
+    work: Work, segments: Ints, sizes: tuple[int, ...], share: float, enough: float
 ) -> tuple[Ints, Ints]:
     """Deal segments, tokens `[segments[i], segments[i + 1])`, to ranks of `sizes` tokens. No piece
     holds more than `share` of the work of a part. Exchanges end at `enough`. Returns the edges of
@@ -242,10 +241,9 @@ def _deal(
     held, ranks = [np.stack([segments[:-1], segments[1:]])], [sizes]
     while len(ranks[0]) > 1:
         parts: list[Ints] = []
-        smaller: list[list[int]] = []
+        smaller: list[tuple[int, ...]] = []
         for pieces, of in zip(held, ranks, strict=True):
-            each = _part_of(len(of))
-            rooms = [of[first : first + each] for first in range(0, len(of), each)]
+            rooms = [*batched(of, _part_of(len(of)))]
             parts += _parts(work, _split(pieces, segments), list(map(sum, rooms)), share, enough)
             smaller += rooms
         held, ranks = parts, smaller

@@ -27,6 +27,7 @@ import numpy as np
 from cp_ring.errors import PlanError, expect
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import (
+    Integers,
     Ints,
     check_all,
     digest,
@@ -92,8 +93,7 @@ class Layout:
         (nearly 2 times on many ranks), and the zigzag ranks work alike. Chunks differ by one token
         where 2 * cp does not divide `n`. Raises `PlanError` if there are fewer tokens than chunks.
         """
-        ranks = np.arange(_size(cp))
-        return cls._even(n, cp, np.concatenate([ranks, ranks[::-1]]), "zigzag")
+        return cls._even(n, cp, _there_and_back(cp), "zigzag")
 
     @classmethod
     def contiguous(cls, n: int, cp: int) -> Layout:
@@ -132,7 +132,7 @@ class Layout:
         )
 
     @classmethod
-    def per_document_zigzag(cls, cu_seqlens_padded: Sequence[int] | np.ndarray, cp: int) -> Layout:
+    def per_document_zigzag(cls, cu_seqlens_padded: Integers, cp: int) -> Layout:
         """Zigzag within every document, as TransformerEngine splits packed (thd) sequences.
 
             layout = Layout.per_document_zigzag([0, 16, 40], cp=2)
@@ -152,8 +152,7 @@ class Layout:
         )
         start, length = edges[:-1][length > 0], length[length > 0]
         chunks = (start[:, None] + length[:, None] // (2 * cp) * np.arange(2 * cp)).reshape(-1)
-        ranks = np.arange(cp)
-        owner = np.tile(np.concatenate([ranks, ranks[::-1]]), len(start))
+        owner = np.tile(_there_and_back(cp), len(start))
         return cls(n, cp, np.append(chunks, n), owner, "per_document_zigzag")
 
     @classmethod
@@ -303,6 +302,12 @@ def _size(cp: int) -> int:
     )
 
 
+def _there_and_back(cp: int) -> Ints:
+    """Return the owners of zigzag chunks: all ranks in ascending order, then in descending order."""
+    ranks = np.arange(_size(cp))
+    return np.concatenate([ranks, ranks[::-1]])
+
+
 def _layers(masks: Mask | Sequence[tuple[Mask, int]]) -> Layers:
     layers = (
         [(masks, 1)] if isinstance(masks, Mask) else list(expect("masks", masks, Mask, Iterable))
@@ -356,9 +361,6 @@ class NamedLayout:
     fixed: bool = False
     chunks: int = 1
     weighs: bool = False
-
-    def __call__(self, mask: Mask, cp: int) -> Layout:
-        return self.make(mask, cp)
 
     def of_layers(self, layers: Sequence[tuple[Mask, int]], cp: int) -> Layout:
         """Return the layout of a model's layers, given as (mask, number of layers that have it)."""

@@ -72,6 +72,16 @@ class Lowered:
         """
         return self.kind == REVERSED
 
+    @property
+    def windows(self) -> Ints:
+        """int64 [2, count]: bands as windows aligned bottom right, as flash-attn defines them, left
+        and right; -1 for an open side.
+        """
+        tiles = self.tiles
+        corner = tiles.k1 - tiles.q1
+        left = np.where(tiles.lo == -OPEN, -1, corner - tiles.lo)
+        return np.stack([left, np.where(tiles.hi == OPEN, -1, tiles.hi - corner)])
+
 
 def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     """Rewrite `tiles` into disjoint tiles that allow the same pairs and that a kernel of these
@@ -158,10 +168,7 @@ def call_groups(lowered: Lowered, varlen: bool) -> list[list[list[int]]]:
     tiles = lowered.tiles
     if not varlen:
         return [[[index]] for index in range(len(tiles))]
-    corner = tiles.k1 - tiles.q1
-    left = np.where(tiles.lo == -OPEN, -1, corner - tiles.lo)
-    right = np.where(tiles.hi == OPEN, -1, tiles.hi - corner)
-    one_window = np.stack([lowered.kind, left, right])
+    one_window = np.stack([lowered.kind, *lowered.windows])
     one_window[1:, lowered.reverse] = 0
     kinds, spans = list(map(tuple, one_window.T.tolist())), tiles.data.T.tolist()
 

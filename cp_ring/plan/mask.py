@@ -22,7 +22,9 @@ from cp_ring.plan.mask_table import (
 )
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
+    Integers,
     Ints,
+    Spans,
     check_all,
     documents_of,
     expand,
@@ -85,8 +87,8 @@ class Mask(MaskTable):
     @classmethod
     def from_ranges(
         cls,
-        q_ranges: Sequence[Sequence[int]] | np.ndarray,
-        k_ranges: Sequence[Sequence[int]] | np.ndarray,
+        q_ranges: Spans,
+        k_ranges: Spans,
         types: Any = "full",
         n: int | None = None,
     ) -> Mask:
@@ -129,7 +131,7 @@ class Mask(MaskTable):
     @classmethod
     def documents(
         cls,
-        cu_seqlens: Sequence[int] | np.ndarray,
+        cu_seqlens: Integers,
         causal: bool = True,
         window: tuple[int, int] | None = None,
         n: int | None = None,
@@ -146,15 +148,14 @@ class Mask(MaskTable):
         """
         start, end, n = documents_of(cu_seqlens, n)
         expect("causal", causal, bool)
-        left, right = band_of((-1, -1) if window is None else window)
-        right = min(right, 0) if causal else right
+        left, right = band_of((-1, -1) if window is None else window, causal)
         pieces = Tiles.columns(start, end, start, end, left, right).trimmed()
         return cls(n, pieces, "documents", segments_of(start, end, n))
 
     @classmethod
     def blockwise(
         cls,
-        cu_seqlens: Sequence[int] | np.ndarray,
+        cu_seqlens: Integers,
         causal: bool = True,
         n: int | None = None,
     ) -> Mask:
@@ -176,8 +177,8 @@ class Mask(MaskTable):
     def prefix(
         cls,
         n: int,
-        lengths: int | Sequence[int] | np.ndarray,
-        cu_seqlens: Sequence[int] | np.ndarray | None = None,
+        lengths: int | Integers,
+        cu_seqlens: Integers | None = None,
         window: tuple[int, int] = (-1, 0),
     ) -> Mask:
         """Packed documents in which every query also sees the prefix of its document, within the
@@ -217,8 +218,8 @@ class Mask(MaskTable):
     @classmethod
     def tree(
         cls,
-        parents: Sequence[int] | np.ndarray,
-        lengths: Sequence[int] | np.ndarray,
+        parents: Integers,
+        lengths: Integers,
         n: int | None = None,
     ) -> Mask:
         """Branches of a tree, one after another: each sees itself and its ancestors, causally.
@@ -297,8 +298,8 @@ class Mask(MaskTable):
     def images(
         cls,
         n: int,
-        spans: Sequence[tuple[int, int]] | np.ndarray,
-        cu_seqlens: Sequence[int] | np.ndarray | None = None,
+        spans: Spans,
+        cu_seqlens: Integers | None = None,
     ) -> Mask:
         """Causal text in which the tokens of each span [start, end), as an image, see one another
         both ways.
@@ -326,7 +327,7 @@ class Mask(MaskTable):
     def with_global(
         cls,
         n: int,
-        spans: Sequence[tuple[int, int]] | np.ndarray,
+        spans: Spans,
         window: tuple[int, int],
         causal: bool = True,
     ) -> Mask:
@@ -342,8 +343,7 @@ class Mask(MaskTable):
         """
         n = stream_length(n)
         first, last = ordered_spans(spans, n)
-        left, right = band_of(window)
-        right = min(right, 0) if causal else right
+        left, right = band_of(window, causal)
         latest = 0 if causal else OPEN
         q0, q1 = np.append(0, last), np.append(first, n)  # the queries between the spans
         gap, span = np.indices((len(q0), len(first))).reshape(2, -1)
@@ -357,9 +357,7 @@ class Mask(MaskTable):
         return cls(n, pieces.trimmed(), "global")
 
     @classmethod
-    def block_causal(
-        cls, n: int, block: int, cu_seqlens: Sequence[int] | np.ndarray | None = None
-    ) -> Mask:
+    def block_causal(cls, n: int, block: int, cu_seqlens: Integers | None = None) -> Mask:
         """Query i sees the keys of its document up to the end of its own block of `block` tokens.
 
             mask = Mask.block_causal(8192, block=64)
@@ -426,8 +424,6 @@ def _descendants(parent: Ints, start: Ints, end: Ints) -> Ints:
     return np.array(runs, np.int64).reshape(-1, 3).T
 
 
-def _documents_or_one(
-    cu_seqlens: Sequence[int] | np.ndarray | None, n: int
-) -> tuple[Ints, Ints, int]:
+def _documents_or_one(cu_seqlens: Integers | None, n: int) -> tuple[Ints, Ints, int]:
     """Return `documents_of`; without `cu_seqlens`, of one document."""
     return documents_of([0, stream_length(n)] if cu_seqlens is None else cu_seqlens, n)

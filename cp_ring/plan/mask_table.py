@@ -19,7 +19,9 @@ from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.plan.proof import overlapping
 from cp_ring.plan.ranges import (
     MAX_TOKENS,
+    Integers,
     Ints,
+    check_all,
     digest,
     expand,
     integer,
@@ -62,7 +64,7 @@ class MaskTable:
         n: int,
         pieces: Iterable[Sequence[int]],
         name: str = "mask",
-        positions: Sequence[int] | np.ndarray | None = None,
+        positions: Integers | None = None,
     ) -> Self:
         """A mask of `n` tokens from pieces (q0, q1, k0, k1) or (q0, q1, k0, k1, lo, hi), which must
         not overlap.
@@ -75,15 +77,14 @@ class MaskTable:
         before it begins, and for two pieces that overlap.
         """
         n, tiles = stream_length(n), _read(pieces)
-        ends_early = (tiles.q0 > tiles.q1) | (tiles.k0 > tiles.k1)
-        outside = np.minimum(tiles.q0, tiles.k0) < 0
-        outside |= np.maximum(tiles.q1, tiles.k1) > n
-        for bad, what in (
-            (ends_early, "ends before it begins"),
-            (outside, f"is outside the {n} tokens of the mask"),
-        ):
-            if bad.any():
-                raise PlanError(f"piece {bad.argmax()} {_numbers(tiles, int(bad.argmax()))} {what}")
+        check_all(
+            (tiles.q0 <= tiles.q1) & (tiles.k0 <= tiles.k1),
+            lambda i: f"piece {i} {_numbers(tiles, i)} ends before it begins",
+        )
+        check_all(
+            (np.minimum(tiles.q0, tiles.k0) >= 0) & (np.maximum(tiles.q1, tiles.k1) <= n),
+            lambda i: f"piece {i} {_numbers(tiles, i)} is outside the {n} tokens of the mask",
+        )
         fitted, live = tiles.fitted().living(np.arange(len(tiles)))
         if (clash := overlapping(fitted.data)) is not None:
             one, other = live[[*clash]].tolist()
@@ -134,23 +135,17 @@ class MaskTable:
         """
         left, right = band_of(window)
         start, position = self.segments
-        pieces = self.pieces
-        query = key = np.zeros(1, np.int64)
-        several = len(start) > 1
-        if several:
-            edges = np.append(start, self.n)
-            pieces, query, key = split_at_edges(pieces, edges, edges)
-        data = pieces.data.copy()
+        edges, slide = np.append(start, self.n), position - start
+        pieces, query, key = split_at_edges(self.pieces, edges, edges)
+        data = pieces.data
         # Between two runs the distance of positions is that in the stream plus a constant.
-        more = (position - start)[key] - (position - start)[query]
+        more = slide[key] - slide[query]
         if left != -OPEN:
             np.maximum(data[4], left - more, out=data[4])
         if right != OPEN:
             np.minimum(data[5], right - more, out=data[5])
         narrow = Tiles(data).trimmed()
-        if several:
-            narrow = coalesce(narrow, np.zeros(len(narrow), np.int64))[0]
-        return replace(self, pieces=narrow)
+        return replace(self, pieces=coalesce(narrow, np.zeros(len(narrow), np.int64))[0])
 
     @classmethod
     def batch(cls, rows: Sequence[Self]) -> Self:
@@ -208,8 +203,7 @@ class MaskTable:
         """Return True if query i may see key j."""
         if not (0 <= integer(i, "query") < self.n and 0 <= integer(j, "key") < self.n):
             raise PlanError(f"pair ({i}, {j}) is outside the {self.n} tokens of the mask")
-        pair = self.pieces.within(i, i + 1, j, j + 1)
-        return bool((pair.q0 < pair.q1).any())
+        return len(self.pieces.within(i, i + 1, j, j + 1).trimmed()) > 0
 
     def area(self) -> int:
         """Return the exact number of allowed (query, key) pairs."""
@@ -233,7 +227,7 @@ def _all_masks[T: MaskTable](masks: Sequence[T]) -> Sequence[T]:
     return masks
 
 
-def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
+def _runs_of(positions: Integers, n: int) -> Ints:
     """Return `Mask.segments` for the positions of all tokens."""
     values = integers(positions, "positions")
     if values.shape != (n,) or ((values < 0) | (values >= MAX_TOKENS)).any():
@@ -245,23 +239,22 @@ def _runs_of(positions: Sequence[int] | np.ndarray, n: int) -> Ints:
     return np.stack([start, values[start]])
 
 
-def segments_of(start: Ints, end: Ints, n: int, position: Ints | None = None) -> Ints:
+def segments_of(start: Ints, end: Ints, n: int, position: Ints | int = 0) -> Ints:
     """Return `Mask.segments` for runs [start, end) that lie end to end from token 0, each at
-    `position` (by default 0). The padding behind them begins at position 0.
+    `position`. The padding behind them begins at position 0.
     """
-    live = start < end
-    start, position = start[live], (np.zeros_like(start) if position is None else position)[live]
+    runs = np.stack(np.broadcast_arrays(start, position))[:, start < end]
     total = int(end[-1]) if len(end) else 0
     padding = np.array([[total], [0]])[:, : int(total < n)]
-    return np.concatenate([np.stack([start, position]), padding], axis=1)
+    return np.concatenate([runs, padding], axis=1)
 
 
-def band_of(window: tuple[int, int]) -> tuple[int, int]:
-    """Return a window (left, right) as bounds on key - query. Raises `PlanError` as `window_of`
-    does.
+def band_of(window: tuple[int, int], causal: bool = False) -> tuple[int, int]:
+    """Return a window (left, right) as bounds on key - query, of which `causal` hides later keys.
+    Raises `PlanError` as `window_of` does.
     """
     left, right = window_of(window)
-    return -OPEN if left < 0 else -left, OPEN if right < 0 else right
+    return -OPEN if left < 0 else -left, 0 if causal else OPEN if right < 0 else right
 
 
 def _read(pieces: Iterable[Sequence[int]]) -> Tiles:

@@ -102,12 +102,6 @@ class Moves:
         pair = self.sender * (self.ranks + 1) + self.receiver + 1
         return int(np.bincount(pair).max(initial=0))
 
-    def held(self, rank: int) -> int:
-        """Return the number of tokens that `rank` holds, if each of them goes to one place of each
-        receiver.
-        """
-        return int(self.tokens[self.sender == rank].sum())
-
 
 def places(layout: Layout, token: Ints) -> tuple[Ints, Ints]:
     """Return the rank that holds each token of the stream, and the token's place in its shard."""

@@ -61,7 +61,7 @@ class PlanSpec:
             return expect("layout", layout, Layout, str)
         if layout not in LAYOUTS:
             raise PlanError(f"layout={layout!r}: unknown; known are {', '.join(LAYOUTS)}")
-        return LAYOUTS[layout](mask, cp)
+        return LAYOUTS[layout].make(mask, cp)
 
     def build(self, mask: Mask, cp: int, rank: int | None = None) -> Plan:
         """The plan of `mask` over `cp` ranks, neither proven nor kept. With `rank` it holds what
@@ -72,11 +72,13 @@ class PlanSpec:
         expect("mask", mask, Mask)
         layout = self.layout_of(mask, cp)
         if self.choice is not None:
-            degrees, spec = self.choice.heads_to_try(cp), replace(self, layout=layout, choice=None)
-            ways = [replace(spec, ulysses=heads) for heads in degrees]
-            plans = [way.build(mask, cp) for way in ways] if len(ways) > 1 else []
-            best = least([plan.time(self.choice).both for plan in plans]) if plans else 0
-            return plans[best] if plans and rank is None else ways[best].build(mask, cp, rank)
+            spec = replace(self, layout=layout, choice=None)
+            ways = [replace(spec, ulysses=heads) for heads in self.choice.heads_to_try(cp)]
+            if len(ways) == 1:
+                return ways[0].build(mask, cp, rank)
+            plans = [way.build(mask, cp) for way in ways]
+            best = least([plan.time(self.choice).both for plan in plans])
+            return plans[best] if rank is None else ways[best].build(mask, cp, rank)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
         route = ROUTES[self.route]
@@ -196,21 +198,16 @@ class Plan:
 
     def time(self, given: Conditions | None = None) -> AttentionTime:
         """Return the predicted time of a layer's attention."""
-        ring, heads, given = self.ring, self.ulysses, given or Conditions()
-        tiles, far = ring.tiles, ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
-        shards = ring.layout.tokens_per_rank
-        traffic = Traffic(tiles, tiles.area(), ring.tile_rank, far, shards, heads, given)
-        widths = given.sizes.of_rank(heads).on_wire()
-
-        def of_hops(of: PlanTables) -> AttentionTime:
-            keys, gradients = (
-                traffic.links(each.sender, each.receiver, each.hop, each.tokens * width).max(0)
-                for each, width in zip((of.transfers, of.gradients), widths, strict=True)
-            )
-            return traffic.time(of.schedule, (keys, gradients))
-
-        time, other = of_hops(ring), ring.of_backward
-        return replace(time, back=of_hops(other).back) if other else time
+        ring, shards = self.ring, self.ring.layout.tokens_per_rank
+        far = ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
+        place = ring.tiles, ring.tile_rank, far
+        traffic = Traffic(*place, shards, self.ulysses, given or Conditions())
+        there, *others = (
+            traffic.time(of.schedule, (of.transfers, of.gradients))
+            for of in (ring, ring.of_backward)
+            if of is not None
+        )
+        return replace(there, back=others[0].back) if others else there
 
     def verify(
         self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None

@@ -618,15 +618,13 @@ def _arriving(hop: Hop) -> list[tuple[int, Ints]]:
     """Return for each of the hop's messages of gradients the buffer whose total it is added to, and
     the token of each row. All lie end to end in one tensor; -1 marks the rows of other messages.
     """
-    tokens = [_numbers(*np.array(each.ranges).T) for each in hop.grad_receives]
-    size = sum(map(len, tokens))
-    found, first = [], 0
-    for each, its in zip(hop.grad_receives, tokens, strict=True):
-        rows = np.full(size, -1)
-        rows[first : first + len(its)] = its
-        found.append((each.buffer, rows))
-        first += len(its)
-    return found
+    ranges = [(i, *ends) for i, each in enumerate(hop.grad_receives) for ends in each.ranges]
+    message, start, end = np.array(ranges, np.int64).reshape(-1, 3).T
+    which, token = _spread(start, end)
+    return [
+        (each.buffer, np.where(message[which] == i, token, -1))
+        for i, each in enumerate(hop.grad_receives)
+    ]
 
 
 def _check_updates(name: str, updates: Sequence[Update], parts: Sequence[Ints], size: int) -> None:

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from cp_ring.errors import PlanError, one_line
 
 Ints = NDArray[np.int64]
+Integers = Sequence[int] | np.ndarray
+Spans = Sequence[Sequence[int]] | np.ndarray
+"""Lists of whole numbers, and of pairs (start, end), as callers give them."""
 
 MAX_TOKENS = 1 << 30
 """The length of the longest stream. Positions, distances and numbers of pairs then fit into int64
@@ -92,7 +95,7 @@ def stream_length(n: int) -> int:
     return size_within(n, "n", MAX_TOKENS, f"a stream of {n} tokens: it must hold")
 
 
-def documents_of(cu_seqlens: Sequence[int] | np.ndarray, n: int | None) -> tuple[Ints, Ints, int]:
+def documents_of(cu_seqlens: Integers, n: int | None) -> tuple[Ints, Ints, int]:
     """Return the checked starts and ends of documents, and the length of the stream."""
     edges = offsets(cu_seqlens, "cu_seqlens")
     n = stream_length(int(edges[-1]) if n is None else n)
@@ -112,7 +115,7 @@ def range_pairs(ranges: object, what: str) -> Ints:
     return pairs
 
 
-def ordered_spans(spans: Sequence[tuple[int, int]] | np.ndarray, n: int) -> tuple[Ints, Ints]:
+def ordered_spans(spans: Spans, n: int) -> tuple[Ints, Ints]:
     """Return checked spans in ascending order as (starts, ends)."""
     pairs = range_pairs(spans, "spans")
     start, end = pairs[np.argsort(pairs[:, 0], kind="stable")].T

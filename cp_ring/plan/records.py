@@ -233,9 +233,9 @@ class RankPlan:
     @property
     def shard_tokens(self) -> int:
         """The number of tokens in the rank's own shard."""
-        if self.exchange is None:
+        if (moves := self.exchange) is None:
             return self.num_tokens
-        return self.exchange.held(self.rank % self.ulysses)
+        return int(moves.tokens[moves.sender == self.rank % moves.ranks].sum())
 
     @cached_property
     def backward(self) -> tuple[Hop, ...]:

@@ -169,6 +169,7 @@ def tables_of(
     """
     cp, one_source = layout.cp, ROUTES[route].one_source
     hops = resolve(schedule, cp, slot_shards, one_source=one_source)
+    most = slot_shards or SLOT_SHARDS
     few = cp <= MOST_MEMBERS or len(mask.pieces) >= cp // 2  # tiles, which each rank would read
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
@@ -179,8 +180,8 @@ def tables_of(
             sizes = AttentionSizes(4 * kv_heads, kv_heads)
         # one table of rates, so that memory and messages are the same on every device
         given = Conditions(sizes, RATES)
-        traffic = Traffic(tiles, tiles.area(), rank, far, layout.tokens_per_rank, heads, given)
-        hops = traffic.fastest(slot_shards or SLOT_SHARDS)[0]
+        traffic = Traffic(tiles, rank, far, layout.tokens_per_rank, heads, given)
+        hops = traffic.fastest(most)[0]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))
             tiles, rank, far = tiles[mine], rank[mine], far[mine]
@@ -192,7 +193,7 @@ def tables_of(
         hop, of = np.array(hops)[far], (mask, layout, route, hops)
         return PlanTables(*of, tiles, rank, hop, source, keys, gradients, member, back)
 
-    most, shard = slot_shards or SLOT_SHARDS, int(layout.tokens_per_rank.max())
+    shard = int(layout.tokens_per_rank.max())
     back = of_backward(hops, most, shard) if schedule == AUTO else hops
     return tables(hops, None if back == hops else tables(back))
 

@@ -78,7 +78,7 @@ def resolve(
         raise PlanError(f"slot_shards {slot_shards}: it must be at least 1")
     schedule = parse(schedule) if isinstance(schedule, str) else schedule
     if schedule == AUTO:
-        return _NAMED["ring"](cp) if one_source else auto(cp, slot_shards or SLOT_SHARDS)
+        return auto(cp, 1 if one_source else slot_shards or SLOT_SHARDS)
     hops = (
         _NAMED[schedule](cp)
         if isinstance(schedule, str)

@@ -11,7 +11,7 @@ needs to issue it. Everything that chooses or predicts reads this formula (`Traf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import Ints, depth, union
+from cp_ring.plan.records import Transfers
 from cp_ring.plan.schedule import MOST_MEMBERS, Schedule, auto
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates, running
-from cp_ring.plan.sizes.head_split import split_heads, unsplit
+from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.tiles import OPEN, Tiles
 
 Floats = NDArray[np.float64]
@@ -59,11 +60,6 @@ class Conditions:
         there, back = self.sizes.of_rank(heads).pair_flops
         return there / self.rates.forward, back / self.rates.backward
 
-    def groups(self, heads: int) -> int:
-        """Return the number of groups in which a rank computes its heads."""
-        sizes = self.sizes
-        return split_heads(sizes.heads, sizes.kv_heads, heads).groups if heads > 1 else 1
-
     def exchange(self, tokens: int, heads: int, attention: float = float("inf")) -> float:
         """Return the seconds of the exchange of heads before and after attention that nothing
         hides, in a pass that takes `attention` seconds without it.
@@ -74,7 +70,7 @@ class Conditions:
         if heads == 1:
             return 0.0
         own, others, rates = self.sizes.of_rank(heads), heads - 1, self.rates
-        groups = self.groups(heads)
+        groups = self.sizes.groups(heads)
         inside = min(self.node, heads) - 1
         size = tokens * own.element * (own.query_width + own.key_width + own.out_width)
         seconds = max(size * inside / rates.inside, size * (others - inside) / rates.between)
@@ -168,6 +164,11 @@ def least(seconds: Sequence[float]) -> int:
     return next(i for i, time in enumerate(seconds) if time <= 1.01 * min(seconds))
 
 
+def _sums_before[T: np.generic](amounts: NDArray[T]) -> NDArray[T]:
+    """Return the sums of the amounts of smaller ring distances, and of all, [.., cp + 1]."""
+    return np.insert(np.cumsum(amounts, -1), 0, 0, -1)
+
+
 def _longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
     """Return the pairs of the longest block of each place, int64 [2, places], in forward and in
     backward: one processor of a device computes `BLOCK` queries of a head, or in backward `BLOCK`
@@ -192,20 +193,20 @@ class Traffic:
     longest: pairs of the longest block, see `_longest_blocks`, [2, cp, cp].
     shard: the number of tokens of the largest rank.
 
-    It is counted from all tiles, joined where they can be, each of `area` pairs, of `rank`, and
-    `far` from the owner of its keys, between members of `heads` ranks with `shards` tokens. `given`
-    is what time is predicted for.
+    It is counted from all tiles, joined where they can be, each of `rank` and `far` from the owner
+    of its keys, between members of `heads` ranks with `shards` tokens. `given` is what time is
+    predicted for, and `area` counts the pairs of each tile.
     """
 
     def __init__(
         self,
         tiles: Tiles,
-        area: Ints,
         rank: Ints,
         far: Ints,
         shards: Ints,
         heads: int,
         given: Conditions,
+        area: Callable[[Tiles], Ints] = Tiles.area,
     ):
         cp = len(shards)
 
@@ -214,15 +215,14 @@ class Traffic:
 
         self.heads, self.given, self.shard = heads, given, int(shards.max())
         place = rank * cp + far
-        self.pairs = table(place, area)
+        self.pairs = table(place, area(tiles))
         group, start, end = union(place, tiles.k0, tiles.k1)
         self.keys = table(group, end - start)
         self.keys[:, 0] = 0
         self.results = table(place, tiles.q1 - tiles.q0)
-        band = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
-        kinds = [(place[of], tiles.k0[of], tiles.k1[of]) for of in (~band, band)]
-        calls = np.stack([depth(*of, cp * cp) for of in kinds])
-        several = np.stack([np.bincount(of[0], minlength=cp * cp) for of in kinds]) > calls
+        kind = ((tiles.lo != -OPEN) | (tiles.hi != OPEN)) * cp * cp + place
+        calls = depth(kind, tiles.k0, tiles.k1, 2 * cp * cp)
+        several = np.bincount(kind, minlength=len(calls)) > calls
         self.calls = np.stack([calls, calls * several]).reshape(2, 2, cp, cp)
         self.longest = _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp)
 
@@ -234,7 +234,7 @@ class Traffic:
         reader, far = np.indices(self.keys.shape).reshape(2, -1)
         size = self.keys.reshape(-1) * self.given.sizes.of_rank(self.heads).on_wire()[0]
         moved = self.links((reader - far) % len(self.keys), reader, far, size)
-        return np.insert(np.cumsum(moved, 2), 0, 0, 2)
+        return _sums_before(moved)
 
     @cached_property
     def bound(self) -> float:
@@ -246,18 +246,23 @@ class Traffic:
         both = np.maximum(there, moving) + np.maximum(back, moving * (1 + returned / sent))
         return float(both.max())
 
-    def time(self, hops: Schedule, links: tuple[Floats, Floats] | None = None) -> AttentionTime:
-        """Return the time with this schedule. `links` are the seconds in which the keys and the
-        gradients of each hop travel, [cp, cp], unless they go straight to their readers.
+    def time(self, hops: Schedule, messages: Sequence[Transfers] = ()) -> AttentionTime:
+        """Return the time with this schedule. `messages` are those of keys and of gradients;
+        without them they go straight to their readers and back.
         """
         given, first = self.given, np.searchsorted(hops, np.arange(hops[-1] + 1))
         own, rates = given.sizes.of_rank(self.heads), given.rates
-        groups = given.groups(self.heads)
-        if links is None:
-            ends = np.append(first[1:], len(hops))
+        groups = given.sizes.groups(self.heads)
+        sent, returned = widths = own.on_wire()
+        ends = np.append(first[1:], len(hops))
+        if messages:
+            links = [
+                self.links(each.sender, each.receiver, each.hop, each.tokens * width).max(0)
+                for each, width in zip(messages, widths, strict=True)
+            ]
+        else:
             keys = (self._moving[..., ends] - self._moving[..., first]).max(0)
-            sent, returned = own.on_wire()
-            links = keys, keys * returned / sent
+            links = [keys, keys * returned / sent]
         moving = np.stack(links)[..., : len(first)]
         moving += (moving > 0) * rates.start
         pairs, read = (np.add.reduceat(table, first, 1) for table in (self.pairs, self.keys))
@@ -325,9 +330,9 @@ class Traffic:
             if (self.keys[:, 1:].sum(1) <= most).all():
                 yield (0, *[1] * (cp - 1))
             return
-        brought = np.insert(np.cumsum(self.keys, 1), 0, 0, 1)
+        brought = _sums_before(self.keys)
         seconds = self.given.pair_seconds(self.heads)[0]
-        worked = np.insert(np.cumsum(self.pairs, 1), 0, 0, 1) * seconds
+        worked = _sums_before(self.pairs) * seconds
         for ratio in AHEAD:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < cp:

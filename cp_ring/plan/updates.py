@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import batched, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -132,7 +132,7 @@ def _updates(
     """Make updates of at most `most` parts that wait together, whose buffers are then used again.
     The last one fills tokens that no part has with zeros.
     """
-    groups = [each[at : at + most] for each in waiting for at in range(0, len(each), most)] or [[]]
+    groups = [group for each in waiting for group in batched(each, most)] or [()]
     edges = [part.ranges[:2].reshape(-1) for group in groups for part in group]
     # Cells are the pieces of the total that no range begins or ends in.
     cells = np.unique(np.concatenate([[0, num_tokens], *edges]))

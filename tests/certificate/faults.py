@@ -324,13 +324,13 @@ def _scaled(factor):
 
 
 def _totals(operation, rounded):
-    """After each update, the tensors in `rounded` are rounded to bf16."""
+    """After each update, the tensors in `rounded`, and in lists there, are rounded to bf16."""
 
     def faulty(work, *given):
         work(*given)
         for total in given[rounded]:
-            if total is not None:
-                total.copy_(total.bfloat16())
+            for part in total:
+                part.copy_(part.bfloat16())
 
     return _at(f"cp_ring.ops.totals.{operation}", faulty)
 

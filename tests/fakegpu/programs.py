@@ -95,7 +95,7 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
             for _ in range(parts)
         ]
         result = made[0].contiguous()
-        running = result.to(getattr(torch, total)) if total else None
+        running = result.to(getattr(torch, total)) if total else result
         segments = Segments(np.array([[0, 100, 0, 1, *[0, 1] * parts]]).T)
         lse = torch.empty(1, 4, 100, device="cuda")
         calls = {

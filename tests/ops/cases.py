@@ -42,7 +42,7 @@ def updates(most, before):
 
 def totals(shape, dtype, before):
     """For updates of any number of parts, and results in float32 and `dtype`: the updates, the
-    running total in float32 of the tokens that need one, None where the result holds it, and the
+    running total in float32 of the tokens that need one, the result where that holds it, and the
     result.
     """
     for most in range(1, MAX_PARTS + 1):
@@ -50,7 +50,7 @@ def totals(shape, dtype, before):
             result = torch.full(shape, math.nan, dtype=kind)
             steps = updates(most, before)
             running = torch.full_like(result[steps[0][0].kept], math.nan, dtype=torch.float32)
-            yield steps, None if kind == torch.float32 else running, result
+            yield steps, result if kind == torch.float32 else running, result
 
 
 def tokens_of(part):
@@ -61,7 +61,7 @@ def tokens_of(part):
 
 def of_update(segments, running, result):
     """The result as `Totals` gives it to an update: empty while no token is complete."""
-    return result if running is None or segments.ends else result.new_empty(0)
+    return result if running is result or segments.ends else result.new_empty(0)
 
 
 def merges_agree_with_float64(merge, exact=True):
@@ -97,8 +97,8 @@ def merges_agree_with_float64(merge, exact=True):
             lse = torch.full((b, h, size), math.nan)
             for segments, mine in steps:
                 outs_of, end = [x.transpose(0, 1) for x in outs[mine]], result.transpose(0, 1)
-                mid = running if running is None else running.transpose(0, 1)
-                merge(segments, outs_of, lses[mine], mid, lse, of_update(segments, running, end))
+                mid = end if running is result else running.transpose(0, 1)
+                merge(segments, outs_of, lses[mine], mid, lse, of_update(segments, mid, end))
             assert torch.equal(lse.isneginf(), ~seen)
             assert not result.permute(1, 2, 0, 3)[~seen].any()
             assert error(result, truth) < {2: 5e-3, 4: 1e-6}[result.itemsize]
@@ -125,18 +125,14 @@ def sums_agree_with_float64(add):
         fewer = d // 2 + 1  # the size of a second total
         pairs = [(part, part[..., :fewer]) for part in given]
         for steps, running, result in totals(wanted.shape, dtype, before):
-            both = [
-                [None if x is None else x[..., :size].clone() for size in (d, fewer)]
-                for x in (running, result)
-            ]
+            results, runs = (
+                [x[..., :size].clone() for size in (d, fewer)] for x in (result, running)
+            )
+            runs = results if running is result else runs
             for segments, mine in steps:
-                add(
-                    segments,
-                    pairs[mine],
-                    both[0],
-                    [of_update(segments, running, x) for x in both[1]],
-                )
-            for found in both[1]:
+                ends = [of_update(segments, *each) for each in zip(runs, results, strict=True)]
+                add(segments, pairs[mine], runs, ends)
+            for found in results:
                 truth = wanted[..., : found.shape[-1]]
                 # Triton's interpreter cuts bfloat16 off instead of rounding it
                 if found.dtype == torch.bfloat16:

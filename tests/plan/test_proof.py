@@ -313,8 +313,11 @@ def target_by_source(gathered):
     return classmethod(spoiled)
 
 
-def other_side(window):
-    return lambda tile: window(tile)[::-1]
+def other_side(of):
+    def spoiled(cls, sequences, window, *more):
+        return of.__func__(cls, sequences, window[::-1], *more)
+
+    return classmethod(spoiled)
 
 
 def not_turned(of):
@@ -348,7 +351,7 @@ FAULTS = {
     "order: one slot for all": (message_order, "message_order", one_slot),
     "order: after the gradients": (message_order, "message_order", other_side_of_gradients),
     "moves: targets change places": (moves.Moves, "gathered", target_by_source),
-    "packed: sides of the window": (packed, "_window", other_side),
+    "packed: sides of the window": (packed.PackedCall, "of", other_side),
     "single: reversed bands": (calls.SingleCall, "of", not_turned),
 }  # fmt: skip
 

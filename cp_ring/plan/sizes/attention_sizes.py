@@ -177,6 +177,12 @@ class AttentionSizes:
         product = 2 * self.batch * self.kv_heads * self.latent.decoded
         return product, 3 * product
 
+    def groups(self, heads: int) -> int:
+        """Return the number of groups in which a rank that exchanges tokens for heads with `heads`
+        ranks computes its heads.
+        """
+        return split_heads(self.heads, self.kv_heads, heads).groups if heads > 1 else 1
+
     @RUNTIME.cache(maxsize=64)
     def of_rank(self, heads: int) -> AttentionSizes:
         """Return the sizes of a rank that exchanges tokens for heads with `heads` ranks, itself
