@@ -269,8 +269,8 @@ class Attention:
         return Output(out, lse, max_logit, parts)
 
     def _kernel_of_call(self) -> AttentionKernel:
-        """Return the kernel; if the largest logits are wanted, one for one call, which keeps them as
-        `max_logit`.
+        """Return the kernel; if the largest logits are wanted, one for one call, which keeps them
+        as `max_logit`.
         """
         if not self._options.max_logit:
             return self._kernel

@@ -123,8 +123,8 @@ class Segments:
 
     @cached_property
     def blocks(self) -> Copies:
-        """The table with its segments cut into blocks of at most BLOCK_Q tokens, for Triton kernels:
-        int32 [blocks, 4 + 2 * parts].
+        """The table with its segments cut into blocks of at most BLOCK_Q tokens, for Triton
+        kernels: int32 [blocks, 4 + 2 * parts].
         """
         count = -(-(self.table[1] - self.table[0]) // BLOCK_Q)
         which = np.repeat(np.arange(len(count)), count)

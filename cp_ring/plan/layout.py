@@ -303,7 +303,7 @@ def _size(cp: int) -> int:
 
 
 def _there_and_back(cp: int) -> Ints:
-    """Return the owners of zigzag chunks: all ranks in ascending order, then in descending order."""
+    """Return the owners of zigzag chunks: all ranks, then all in descending order."""
     ranks = np.arange(_size(cp))
     return np.concatenate([ranks, ranks[::-1]])
 
