@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.certificate.jobs import HETEROGENEOUS, HYBRID, OF_HYBRID, Job
+from tests.certificate.jobs import CONVERSATIONS, HETEROGENEOUS, HYBRID, OF_HYBRID, Job
 from tests.parity.models import EXPERTS, QWEN, SPARSE, UNTIED
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +34,9 @@ MODELS = {
     "qwen3-next": f"{QWEN} --mtp-num-layers 1",
     "sparse": SPARSE,
     "sparse-gathered": f"{SPARSE} --cp-comm-type all_gather",
-    "sparse-sft": f"{SPARSE} --cp-comm-type all_gather --sft",
-    "sft": f"{UNTIED} --sft",
-    "sft-balanced": f"{UNTIED} --sft --cp-ring-layout balanced",
+    "sparse-sft": f"{SPARSE} --cp-comm-type all_gather {CONVERSATIONS}",
+    "sft": f"{UNTIED} {CONVERSATIONS}",
+    "sft-balanced": f"{UNTIED} {CONVERSATIONS} --cp-ring-layout balanced",
 }
 
 # what the certificate never covers of a model

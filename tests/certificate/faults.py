@@ -323,14 +323,13 @@ def _scaled(factor):
     return _at("cp_ring.megatron.adapter.attention.attention_of", faulty)
 
 
-def _totals(operation, rounded):
-    """After each update, the tensors in `rounded`, and in lists there, are rounded to bf16."""
+def _totals(operation, totals_of):
+    """After each update, the tensors that `totals_of` its arguments gives are rounded to bf16."""
 
     def faulty(work, *given):
         work(*given)
-        for total in given[rounded]:
-            for part in total:
-                part.copy_(part.bfloat16())
+        for total in totals_of(*given):
+            total.copy_(total.bfloat16())
 
     return _at(f"cp_ring.ops.totals.{operation}", faulty)
 
@@ -511,9 +510,11 @@ ATTENTION = {
     "gradients of one hop lost": _hop_weighed(0),
     "sink ignored": _parity("sink dropped"),
     "softmax scale": _scaled(lambda: 1.05),
-    "softmax denominators accumulated in bf16": _totals("merge", slice(4, 5)),
-    "outputs accumulated in bf16": _totals("merge", slice(3, 6, 2)),
-    "gradients accumulated in bf16": _totals("add", slice(2, 4)),
+    "softmax denominators accumulated in bf16": _totals("merge", lambda *given: given[4:5]),
+    "outputs accumulated in bf16": _totals("merge", lambda *given: given[3::2]),
+    "gradients accumulated in bf16": _totals(
+        "add", lambda segments, parts, running, results, dim: (*running, *results)
+    ),
     "padding attended": _at(
         "cp_ring.megatron.adapter.documents.Documents.in_thd", _padding_attended
     ),

@@ -35,6 +35,7 @@ HETEROGENEOUS = f"""
     {UNTIED} --num-layers 4 --use-rope-scaling --rope-scaling-factor 8.0 --use-rotary-position-embeddings --rotary-percent 1.0
     --rotary-base 10000 --heterogeneous-layers-config-path {Path(__file__).with_name("heterogeneous.json")}
 """
+CONVERSATIONS = "--sft --cp-ring-pack fill --seq-length 256 --max-position-embeddings 256"
 OF_SCRIPT = "--no-create-attention-mask-in-dataloader"
 REAL = """
 --attention-backend flash; --attention-backend fused; --attention-backend unfused; --use-mcore-models; --ckpt-format torch_dist
@@ -137,8 +138,9 @@ _ROWS += " --calculate-per-token-loss"
 _PRODUCTION = (
     f"{UNTIED} --context-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
     "--num-layers-per-virtual-pipeline-stage 1 --cp-ring-document-mask --recompute-granularity full "
-    "--recompute-method uniform --recompute-num-layers 1"
+    "--recompute-method uniform --recompute-num-layers 1 --cp-ring-compare-every 0"
 )
+"""Its certificate alone compares the batches of ranks."""
 OF_ROWS = (*OF_WEIGHTS, *OF_LONG_ROWS, *OF_LONG_POSITIONS)
 _LAYERS = (
     f"{UNTIED} --num-layers 5 --window-size 5,0 --window-attn-skip-freq [1,0,0,1,1] --softmax-type "
@@ -206,7 +208,7 @@ FAULTY = (
     _by_script("hybrid", OF_HYBRID),
     Job("experts-script", 2, f"{EXPERTS} --calculate-per-token-loss", OF_EXPERTS, True),
     Job("mean-script", 2, UNTIED, (*LOSSES, *OF_MEANS), True),
-    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss --sft",
+    Job("sft-script", 2, f"{UNTIED} --calculate-per-token-loss {CONVERSATIONS}",
         (*OF_DOCUMENTS, *PACKED, *OF_BORDERS), True),
     Job("prediction-script", 2, f"{UNTIED} --mtp-num-layers 1 --calculate-per-token-loss",
         OF_PREDICTION, True),
@@ -330,6 +332,8 @@ def right_job(number, with_script):
     words += [*rng.choice(flags_of(REAL), 6, replace=False)]
     if any("--num-experts" in word for word in words):
         words += [*rng.choice(flags_of(REAL_OF_EXPERTS), 2, replace=False)]
+    if (by_script or any("document-mask" in word for word in words)) and rng.random() < 0.3:
+        words.append(CONVERSATIONS)
     return Job(
         f"right{number}",
         ranks,

@@ -9,8 +9,9 @@ import pytest
 
 from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
-from tests.certificate.faults import DATA, DATA_OF_TP, FAULTS, OF_MEANS, SUBTLE
+from tests.certificate.faults import DATA, DATA_OF_TP, FAULTS, OF_BORDERS, OF_MEANS, SUBTLE
 from tests.certificate.jobs import (
+    CONVERSATIONS,
     FAULTY,
     OSS,
     REAL,
@@ -23,6 +24,7 @@ from tests.parity.models import EXPERTS, UNTIED
 
 # a user's script, where no Megatron-LM is at hand
 SMALL = str(Path(__file__).parents[1] / "megatron" / "small_script.py")
+PACKING = str(Path(SMALL).with_name("packing_script.py"))
 SAMPLE = ("label at a chunk's border", "loss divided by cp twice", "fractional weights rounded")
 KINDS = {
     "mask": ("oss", "mask dropped to plain causal"),
@@ -59,6 +61,13 @@ def passes(right, **more):
     assert {name: right[name] for name in wanted} == wanted, right
 
 
+def examine(job, folder, script=SMALL):
+    """What the certificate of `job` finds without a fault, and with each of its faults."""
+    return [
+        campaign.examine(job, script, folder, fault, through=True) for fault in ("", *job.faults)
+    ]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", {job: 0 for job, _ in KINDS.values()})
 def test_a_fault_of_each_kind_is_stopped(tmp_path, name):
@@ -78,15 +87,32 @@ def test_a_fault_of_each_kind_is_stopped(tmp_path, name):
 
 
 @pytest.mark.ci
+def test_a_fault_leaves_nothing_to_the_next(tmp_path):
+    """Its plans are in caches of its own ranks."""
+    (job,) = (job for job in FAULTY if job.name == "documents")
+    _, right = campaign.faults([replace(job, faults=("documents merged", ""))], "", tmp_path)
+    assert not right["stopped"] and right["how"] == "the certificate passes"
+
+
+@pytest.mark.ci
 def test_a_script_as_users_have_it(tmp_path):
     job = Job(
         "sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True
     )
-    right, *faulty = campaign.examine(
-        job, [("", 1), *((fault, 1) for fault in SAMPLE)], SMALL, tmp_path
-    )
+    right, *faulty = examine(job, tmp_path)
     passes(right)
     assert [found for found in faulty if not found.get("rejections")] == []
+
+
+@pytest.mark.ci
+def test_conversations_of_a_script(tmp_path):
+    """Their first microbatch shows faults that the layers of the tiny model do not read."""
+    flags = f"{UNTIED} --num-layers 1 --calculate-per-token-loss {CONVERSATIONS}"
+    job = Job("conversations", 2, flags, tuple(OF_BORDERS), by_script=True)
+    right, faulty = examine(job, tmp_path, PACKING)
+    passes(right)
+    (line,) = faulty["rejections"]
+    assert "packed: position id wrong in " in line
 
 
 @pytest.mark.ci
@@ -95,7 +121,7 @@ def test_tensor_parallel_ranks_that_read_for_themselves(tmp_path):
     sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2"
     faults = (*DATA_OF_TP, "loss mask not split", "position ids of each rank from 0")
     job = Job("tp", 4, f"{UNTIED} --num-layers 1 {sizes}", faults, by_script=True)
-    right, *faulty = campaign.examine(job, [(fault, 1) for fault in ("", *faults)], SMALL, tmp_path)
+    right, *faulty = examine(job, tmp_path)
     passes(right)
     for found in faulty:
         assert any("microbatch of 1x64 tokens" in line for line in found["rejections"]), found
@@ -105,7 +131,7 @@ def test_tensor_parallel_ranks_that_read_for_themselves(tmp_path):
 def test_a_mean_loss_of_a_script(tmp_path):
     faults = ("loss averaged by rank", *OF_MEANS)
     job = Job("mean", 2, f"{UNTIED} --num-layers 1", faults, by_script=True)
-    right, *faulty = campaign.examine(job, [(fault, 1) for fault in ("", *faults)], SMALL, tmp_path)
+    right, *faulty = examine(job, tmp_path)
     passes(right)
     for found in faulty:
         assert any("gradients off" in line for line in found["rejections"]), found
@@ -116,8 +142,7 @@ def test_experts_with_biases_are_covered(tmp_path):
     """Megatron itself cannot have them on one rank alone, as the tiny model does."""
     flags = f"{EXPERTS} --context-parallel-size 2 --moe-token-dispatcher-type alltoall"
     job = Job("biases", 2, flags, without=("--disable-bias-linear",))
-    (right,) = campaign.examine(job, [("", 1)], "", tmp_path)
-    passes(right)
+    passes(campaign.examine(job, "", tmp_path))
 
 
 @pytest.mark.ci
@@ -130,8 +155,7 @@ def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
 @pytest.mark.parametrize("number", range(4))
 def test_flags_of_real_scripts_get_as_far_as_the_first_step(tmp_path, number):
     """Their certificate passes and leaves the process as it was; then the model is built."""
-    (right,) = campaign.examine(real_job(number, 4, number % 2 == 1), [("", 1)], SMALL, tmp_path)
-    passes(right, changed={})
+    passes(campaign.examine(real_job(number, 4, number % 2 == 1), SMALL, tmp_path), changed={})
 
 
 def test_there_are_at_least_40_flags_of_real_scripts():

@@ -47,6 +47,7 @@ def datasets(num_samples):
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=0.005,
         inter_document_masking=args.dataloader_inter_document_masking,
+        context_parallel_size=args.context_parallel_size,
     )
     return BlendedMegatronDatasetBuilder(
         SFTDataset if args.sft else GPTDataset, num_samples, lambda: True, config

@@ -59,7 +59,7 @@ def examine(name, folder, seeds):
     """The certificates of a right job, one with each seed."""
     ranks = 4 if name in FOUR_RANKS else 2
     job = Job(name, ranks, f"--calculate-per-token-loss {JOBS[name]}")
-    return campaign.examine(job, [("", seed) for seed in seeds], "", folder)
+    return [campaign.examine(job, "", folder, seed=seed) for seed in seeds]
 
 
 @pytest.mark.parametrize(

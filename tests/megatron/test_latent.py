@@ -1,13 +1,17 @@
 """Which latents Megatron's layers give to core attention, and where their gradients go."""
 
+import shlex
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.latent_tap import LatentTap, _IntoMainGrad, _normalized, linked
 from cp_ring.megatron.flags.codec_choice import choose_wire
+from cp_ring.megatron.flags.resolve import accept_complete
 from cp_ring.megatron.options import Options
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -168,3 +172,29 @@ def test_what_travels_is_chosen_and_said(monkeypatch, changes, settings, chosen,
     args = SimpleNamespace(**DEEPSEEK | {"group_query_attention": False} | changes)
     assert choose_wire(args, Options.make(**settings)) == chosen
     assert [printed in line for line in said] == [True] * bool(printed)
+
+
+OF_DEEPSEEK = """
+    --cp-ring --cp-ring-cpu --num-layers 2 --context-parallel-size 8 --num-attention-heads 128 --seq-length 32768
+    --max-position-embeddings 32768 --micro-batch-size 1 --bf16 --attention-dropout 0
+"""
+LATENTS = "--multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+
+
+def test_each_job_of_a_process_chooses_its_own_codec(applied, monkeypatch):
+    """Megatron parses the flags of a job again once it runs, when the codec is chosen."""
+    applied("arguments")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    from megatron.training import global_vars
+    from megatron.training.arguments import parse_args
+
+    def parse(more):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *shlex.split(f"{OF_DEEPSEEK} {more}")])
+        return parse_args()
+
+    first = accept_complete(parse(LATENTS))
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", first)
+    parse(LATENTS)
+    assert first.cp_ring_wire == settings.current().wire == "latent"
+    second = accept_complete(parse(""))
+    assert second.cp_ring_wire == settings.current().wire == "plain"

@@ -13,6 +13,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training.datasets import data_samplers
 
 from cp_ring import Mask, Options
+from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
 from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.data import balanced_sampler
@@ -87,6 +88,24 @@ def test_a_resumed_job_goes_on_with_the_same_steps():
     # At another data-parallel size a step has the same rows.
     other = steps(single, True, ranks=1, microbatches=6)
     assert [sorted(step.flat) for step in whole] == [sorted(step.flat) for step in other]
+
+
+class Unequal:
+    """A sampler that deals out one microbatch fewer to each further rank."""
+
+    micro_batch_size, micro_batch_times_data_parallel_size = 1, 2
+
+    def __init__(self, rank):
+        self.data_parallel_rank = rank
+
+    def __iter__(self):
+        return iter([[row] for row in range(7 - self.data_parallel_rank)])
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_ranks_with_unequal_numbers_of_microbatches_are_rejected(rank):
+    with pytest.raises(ConfigError, match=r"unequal numbers .* ranks, at least \[7, 6\]"):
+        list(BalancedSampler(Unequal(rank), 2, WORK.__getitem__))
 
 
 @pytest.fixture

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch.distributed
 from megatron.core import parallel_state
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import boundaries
@@ -56,12 +57,11 @@ class BalancedSampler:
     def __iter__(self) -> Iterator[list[int]]:
         rank = self.sampler.data_parallel_rank
         ranks = _ranks(self.sampler)
-        streams = zip(
-            *(
+        streams = _dealt_together(
+            [
                 self.sampler if each == rank else _of_rank(self.sampler, each)
                 for each in range(ranks)
-            ),
-            strict=True,
+            ]
         )
         # A sampler that restarts after the last row may do so within a step.
         while step := list(
@@ -87,6 +87,18 @@ class BalancedSampler:
             )
         ordered: list[list[list[int]]] = numbers.reshape(-1)[order].tolist()
         return ordered
+
+
+def _dealt_together(samplers: Sequence[Any]) -> Iterator[tuple[list[int], ...]]:
+    """Yield the next microbatch of each rank. Raises `ConfigError` if some ranks have fewer."""
+    for number, dealt in enumerate(itertools.zip_longest(*samplers)):
+        if None in dealt:
+            counts = [number + (rows is not None) for rows in dealt]
+            raise ConfigError(
+                f"{FLAG}: the sampler has unequal numbers of microbatches for the data-parallel "
+                f"ranks, at least {counts}"
+            )
+        yield dealt
 
 
 def _ranks(sampler: Any) -> int:

@@ -22,6 +22,7 @@ from cp_ring.megatron.adapter.asked import (
     reject_where,
     window_of_layer,
 )
+from cp_ring.megatron.adapter.compat import arguments
 from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import comm_types
@@ -31,7 +32,7 @@ from cp_ring.megatron.flags.checks_job import HERE, JOB
 from cp_ring.megatron.flags.layer_pattern import attention_layers, letters_of, pattern_of
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import rejecting
-from cp_ring.megatron.settings import configure, current
+from cp_ring.megatron.settings import configure
 
 _CPU_SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo",
@@ -63,9 +64,9 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             # ring attention does not need these s x s booleans
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
-        if options.wire == "auto":  # Megatron may parse its flags again after the choice
-            args.cp_ring_wire = current().wire
-            options = replace(options, wire=args.cp_ring_wire)
+        job = arguments()
+        if options.wire == "auto" and job:  # Megatron parses its flags again, after the choice
+            options = replace(options, wire=Options.from_args(job).wire)
         options = with_way(args, _with_named_type(args, options, sys.argv[1:]))
         args.cp_ring_recurrent = options.recurrent
         configure(options, windows=windows_of(args) if options.enabled else None)
