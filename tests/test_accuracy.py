@@ -59,23 +59,25 @@ def test_a_lossy_sum_is_seen(monkeypatch, what):
     they.
     """
 
-    def lossy(work, names):
-        """`work`, an update, whose totals are rounded if one of these sums is meant."""
+    def lossy(work, results_of, name_of):
+        """`work`, an update, whose results are rounded if this sum is meant."""
 
-        def run(segments, *given):
-            work(segments, *given)
-            result = [x for x in given if isinstance(x, torch.Tensor)][-1]
-            # not the float64 of the truth
-            if what == names(result) and result.dtype == torch.float32:
-                result.copy_(result.bfloat16())
+        def run(*given):
+            work(*given)
+            for result in results_of(*given):
+                # not the float64 of the truth
+                if what == name_of(result) and result.dtype == torch.float32:
+                    result.copy_(result.bfloat16())
 
         return run
 
-    monkeypatch.setattr(totals, "merge", lossy(totals.merge, lambda out: "out"))
-    # Queries have twice as many heads as keys.
-    monkeypatch.setattr(
-        totals, "add", lossy(totals.add, lambda total: "dq" if total.shape[2] == 2 else "dk and dv")
-    )
+    def name_of_gradient(result):  # queries have twice as many heads as keys
+        return "dq" if result.shape[2] == 2 else "dk and dv"
+
+    merge = lossy(totals.merge, lambda *given: given[-1:], lambda out: "out")
+    add = lossy(totals.add, lambda *given: given[3], name_of_gradient)
+    monkeypatch.setattr(totals, "merge", merge)
+    monkeypatch.setattr(totals, "add", add)
     (result,) = ratios({"causal": Mask.causal(256)}, [2], sizes=(2, 1, 16), seeds=1)
     assert all(result[part] > 100 for part in LOSSY[what]), result
     if what != "out":  # backward reads out

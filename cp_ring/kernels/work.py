@@ -109,9 +109,8 @@ def _make_work(
         )
         for hop in hops
     }
-    queries = query_updates(
-        ([call.queries for call in calls[hop]] for hop in hops), rank_plan.num_tokens
-    )
+    parts = ([call.queries for call in calls[hop]] for hop in hops)
+    queries = query_updates(parts, rank_plan.num_tokens, backward)
     rank, num_tokens = rank_plan.member, rank_plan.num_tokens
     keys = _key_updates(hops, calls, num_tokens) if backward else {}
     work = Work(rank, hops, calls, _segments(queries), keys, num_tokens)

@@ -451,8 +451,8 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
         _check_messages(part, axis, name, rows_of, peer, buffers)
     back = plan.of_backward
     _expect((back is None) == (part.back is None), f"rank {rank}: its backward has other hops")
-    if back is not None and part.back is not None:
-        check_rank_plan(back, replace(part, hops=part.back, back=None), axis)
+    if back is not None:
+        check_rank_plan(back, replace(part, hops=part.back or (), back=None), axis)
     for hops in (part.hops, part.backward)[: 1 + (back is None)]:
         sums = np.zeros(len(own), np.uint64)
         for hop in hops:

@@ -42,7 +42,7 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.tiles import Tiles
-from cp_ring.plan.time import Conditions, Traffic
+from cp_ring.plan.time import Conditions, Traffic, least
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +173,7 @@ def tables_of(
     few = cp <= MOST_MEMBERS or len(mask.pieces) >= cp // 2  # tiles, which each rank would read
     by_time = schedule == AUTO and not one_source and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
+    back = hops
     if by_time:
         sizes = AttentionSizes()
         if unsplit(sizes.heads, sizes.kv_heads, heads):  # about as many that can be exchanged
@@ -181,21 +182,23 @@ def tables_of(
         # one table of rates, so that memory and messages are the same on every device
         given = Conditions(sizes, RATES)
         traffic = Traffic(tiles, rank, far, layout.tokens_per_rank, heads, given)
-        hops = traffic.fastest(most)[0]
+        hops, time = traffic.fastest(most)
+        back = of_backward(hops, most, traffic.shard)
+        if back != hops:
+            both = replace(time, back=traffic.time(back).back).both
+            back = (back, hops)[least([both, time.both])]
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))
             tiles, rank, far = tiles[mine], rank[mine], far[mine]
     source = (rank - far) % cp
 
-    def tables(hops: Schedule, back: PlanTables | None = None) -> PlanTables:
+    def tables(hops: Schedule, back: PlanTables | None) -> PlanTables:
         moved = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
         keys, gradients = map(in_buffer_order, moved, ("receiver", "sender"), (cp, cp))
         hop, of = np.array(hops)[far], (mask, layout, route, hops)
         return PlanTables(*of, tiles, rank, hop, source, keys, gradients, member, back)
 
-    shard = int(layout.tokens_per_rank.max())
-    back = of_backward(hops, most, shard) if schedule == AUTO else hops
-    return tables(hops, None if back == hops else tables(back))
+    return tables(hops, None if back == hops else tables(back, None))
 
 
 def in_buffer_order(messages: Transfers, holder: str, cp: int) -> Transfers:

@@ -131,9 +131,10 @@ class AttentionTime:
         """
         of = (self.there, self.back)[:passes]
         total = np.sum([np.maximum(each.stages.sum(1), each.host) for each in of], 0)
-        rank, exchange = int(np.argmax(total)), sum(each.exchange for each in of)
+        rank, exchange = int(total.argmax()), sum(each.exchange for each in of)
         busy = sum(float(each.compute[rank].sum()) for each in of)
-        return float(total[rank]) + exchange, float(total[rank]) - busy + exchange
+        seconds = float(total[rank]) + exchange
+        return seconds, seconds - busy
 
     @property
     def forward(self) -> float:

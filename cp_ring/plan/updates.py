@@ -10,8 +10,9 @@ stored, and stores the new total.
   with zeros.
 - Tokens that no later update will touch are stored in the dtype of the result. Such tokens at the
   ends of a total need no memory between updates.
-- If it takes less memory, the result waits for the last update, which then touches all tokens:
-  between updates there is only the running total, in float32, of all that earlier ones touch.
+- If it takes less memory, the result of backward, which holds more than forward, waits for the
+  last update, which then touches all tokens: between updates there is only the running total, in
+  float32, of all that earlier ones touch.
 - Partial results are added one by one, in their order. So the result does not depend on how they
   are grouped.
 
@@ -85,17 +86,17 @@ class Update(NamedTuple):
 
 
 def query_updates(
-    parts: Iterable[Iterable[Partial]], num_tokens: int, most: int = MAX_PARTS
+    parts: Iterable[Iterable[Partial]], num_tokens: int, backward: bool, most: int = MAX_PARTS
 ) -> tuple[Update, ...]:
-    """Return the updates of out, or of dq, each of at most `most` parts. `parts` has the parts of
-    each hop's kernel calls in their order.
+    """Return the updates of out, or in backward of dq, each of at most `most` parts. `parts` has
+    the parts of each hop's kernel calls in their order.
 
     Parts of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
     that memory does not depend on the number of hops.
     """
     of_hops = [*map(list, parts)]
     of_hops[:2] = [[*chain(*of_hops[:2])]]
-    return _updates(of_hops, num_tokens, most)
+    return _updates(of_hops, num_tokens, backward, most)
 
 
 def gradient_updates(
@@ -123,11 +124,11 @@ def gradient_updates(
         collect()
         arriving = hop.arrivals
     collect()
-    return {index: _updates(waiting[index], size) for index, size in sizes.items()}
+    return {index: _updates(waiting[index], size, True) for index, size in sizes.items()}
 
 
 def _updates(
-    waiting: Sequence[Sequence[Partial]], num_tokens: int, most: int = MAX_PARTS
+    waiting: Sequence[Sequence[Partial]], num_tokens: int, backward: bool, most: int = MAX_PARTS
 ) -> tuple[Update, ...]:
     """Make updates of at most `most` parts that wait together, whose buffers are then used again.
     The last one fills tokens that no part has with zeros.
@@ -144,7 +145,8 @@ def _updates(
     waits[-1] = True
     kept, all_kept = _kept(touched, cells), _kept(waits, cells)
     # tokens in 16 bits, those of the running total in 32
-    if 2 * (all_kept.stop - all_kept.start) <= 2 * (kept.stop - kept.start) + num_tokens:
+    more = (all_kept.stop - all_kept.start) - (kept.stop - kept.start)
+    if backward and 2 * more <= num_tokens:
         kept, touched = all_kept, waits
     count, found = np.cumsum(touched, 0), []
     whole = [[0, num_tokens, 1, 1, 0, 1]]

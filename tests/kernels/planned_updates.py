@@ -30,7 +30,9 @@ def rank_updates(rank_plan, kernel):
         [_calls(hop, kernel) for hop in hops] for hops in (rank_plan.hops, rank_plan.backward)
     )
     out, dq = (
-        query_updates(([part for part, *_ in calls] for calls in hops), rank_plan.num_tokens)
+        query_updates(
+            ([part for part, *_ in calls] for calls in hops), rank_plan.num_tokens, hops is backward
+        )
         for hops in (forward, backward)
     )
     keys = gradient_updates(

@@ -121,7 +121,9 @@ def _calls(rank):
         )
         made.append([kernel_calls(hop, ASSUMED) for hop in hops])
     queries = [
-        query_updates([[call.queries for call in hop] for hop in of], rank.num_tokens)
+        query_updates(
+            [[call.queries for call in hop] for hop in of], rank.num_tokens, of is made[1]
+        )
         for of in made
     ]
     keys = gradient_updates(

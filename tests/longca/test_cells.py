@@ -1,11 +1,14 @@
 """Some cells of the benchmark: even work, and no plan slower than that of the version before."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from cp_ring.plan import Layout, Mask
+from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance
 from cp_ring.plan.plan import PlanSpec
+from cp_ring.plan.schedule import SLOT_SHARDS, of_backward
 from tests.longca.masks import KINDS, cells, named
 from tests.longca.table import BASELINE, GIVEN, before, bound, row, slower
 
@@ -65,3 +68,15 @@ def test_no_plan_of_these_is_near_one_call():
     for kind, cp, most in (("causal_blockwise", 64, 0.716), ("global_sliding_window", 16, 0.8501)):
         draws = [bound(cell) for cell in cells() if (cell.kind, cell.cp) == (kind, cp)]
         assert np.mean(draws) < most
+
+
+def test_backward_keeps_the_hops_of_forward_where_others_take_longer():
+    """One source a hop, across nodes: the time of both passes would be a tenth longer."""
+    mask = named("share_question 16 pile 3").mask()
+    plan = Plan.build(mask, Layout.balanced(mask, 16))
+    hops = of_backward(plan.schedule, SLOT_SHARDS, 8192)
+    assert hops != plan.schedule and plan.ring.of_backward is None
+    time, other = (
+        each.time(GIVEN) for each in (plan, Plan.build(mask, plan.layout, schedule=hops))
+    )
+    assert replace(time, back=other.back).both > 1.05 * time.both

@@ -30,7 +30,7 @@ def parts(before):
 
 def updates(most, before):
     """The updates of the totals, of at most so many parts each, and the parts of each."""
-    made, found, first = query_updates([parts(before)], TOKENS + before, most), [], 0
+    made, found, first = query_updates([parts(before)], TOKENS + before, True, most), [], 0
     for update in made:
         begin = 12 if most == 4 else 3 if most > 1 else 0
         assert update.kept == slice(before + begin * bool(before), before + 40)
