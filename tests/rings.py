@@ -7,7 +7,7 @@ import torch
 
 from cp_ring import ConfigError, KernelError, PlanError, ring_attention
 from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import dense, error
+from cp_ring.testing.oracle import brute_force, dense, error
 
 FLOAT32 = 3e-6
 """Rounding of float32 at the sizes of these tests; a wrong tile or message is off by 0.01 or more."""
@@ -72,3 +72,18 @@ def off(results, wanted):
 def same_bits(first, second):
     """Whether two sequences of tensors are equal, bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def assert_right(plan, case):
+    """Out and gradients of a plan on a ring of threads are those of one rank, in float64."""
+    layout = plan.layout
+
+    def on_rank(group):
+        *leaves, dout = (layout.shard(x, group.rank, 1) for x in case)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = ring_attention(*leaves, group, plan=plan)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    parts = zip(*LocalRing(plan.cp).run(on_rank), strict=True)
+    for found, truth in zip(parts, brute_force(case, plan.mask.dense()), strict=True):
+        assert error(layout.unshard(list(found), 1), truth) < 1e-12

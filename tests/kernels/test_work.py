@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from cp_ring import Layout, Mask, Plan, ring_attention
+from cp_ring import Layout, Mask, Plan
 from cp_ring.kernels import choose, work
-from cp_ring.testing.local_ring import LocalRing
-from cp_ring.testing.oracle import Case, brute_force, error
+from cp_ring.plan.updates import Partial, query_updates
+from cp_ring.testing.oracle import Case
+from tests.rings import assert_right
 
 CP, N = 8, 256
 CPU = torch.device("cpu")
@@ -27,15 +28,16 @@ def test_calls_of_few_keys_are_right(monkeypatch, name):
     plan = Plan.build(mask, layout, schedule="gather")
     case = Case.draw(N, dtype=torch.float64)
 
-    def on_rank(group):
-        *leaves, dout = (layout.shard(x, group.rank, 1) for x in case)
-        leaves = [x.requires_grad_() for x in leaves]
-        out = ring_attention(*leaves, group, plan=plan)
-        return out, *torch.autograd.grad(out, leaves, dout)
+    assert_right(plan, case)
 
-    parts = zip(*LocalRing(CP).run(on_rank), strict=True)
-    for found, truth in zip(parts, brute_force(case, mask.dense()), strict=True):
-        assert error(layout.unshard(list(found), 1), truth) < 1e-12
+
+def test_only_results_of_backward_wait_for_the_last_update():
+    """Then its running total has all tokens, and there is no result before."""
+    parts = [[Partial.of([(first, 64)])] for first in (0, 32, 32)]
+    for backward in (False, True):
+        early, late = query_updates(parts, 64, backward)
+        assert early.table[3].any() != backward and late.table[3].all()
+        assert early.kept == late.kept == slice(0 if backward else 32, 64)
 
 
 def test_only_backward_calls_are_cut():
