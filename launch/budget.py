@@ -98,7 +98,7 @@ SUMS = (
     room("ring 1: the library", 107_000, 106_780, _LIBRARY),
     room("ring 2: Megatron", 67_000, 66_510, _ADAPTER),
     room("ring 3: tools", 22_000, 22_090, "cp_ring/tools"),
-    room("all", 196_000, 195_370, "cp_ring patches"),
+    room("all", 196_000, 195_380, "cp_ring patches"),
     room("tests", 220_000, 246_040, "tests"),
 )
 """Several rooms together, and the tests."""

@@ -2,6 +2,8 @@
 line that a wrong call ends in.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -72,6 +74,12 @@ def off(results, wanted):
 def same_bits(first, second):
     """Whether two sequences of tensors are equal, bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def with_backward(plan, back):
+    """The plan with the hops of another one in backward."""
+    ring = replace(plan.ring, of_backward=back.ring, gradients=plan.ring.gradients[:0])
+    return replace(plan, ring=ring, _rank_plans={})
 
 
 def assert_right(plan, case):

@@ -12,7 +12,6 @@ which members, at which hop) and gradients (the same for the gradients of keys a
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -74,20 +73,17 @@ class PlanSpec:
         if self.choice is not None:
             spec = replace(self, layout=layout, choice=None)
             ways = [replace(spec, ulysses=heads) for heads in self.choice.heads_to_try(cp)]
-            if len(ways) == 1:
-                return ways[0].build(mask, cp, rank)
             plans = [way.build(mask, cp) for way in ways]
             best = least([plan.time(self.choice).both for plan in plans])
             return plans[best] if rank is None else ways[best].build(mask, cp, rank)
         if self.route not in ROUTES:
             raise PlanError(f"route={self.route!r}: unknown; known are {', '.join(ROUTES)}")
-        route = ROUTES[self.route]
         if layout.cp != cp:
             raise PlanError(f"layout is for {layout.cp} ranks, not for {cp}")
         members = layout if self.ulysses == 1 else layout.merged(self.ulysses)
         if mask.n != layout.n:
             raise PlanError(f"the mask is for {mask.n} tokens, the layout for {layout.n}")
-        mine = None if rank is None or not route.local else rank // self.ulysses
+        mine = None if rank is None or not ROUTES[self.route].straight else rank // self.ulysses
         ring = tables_of(
             mask, members, self.route, self.schedule, self.slot_shards, mine, self.ulysses
         )
@@ -95,7 +91,7 @@ class PlanSpec:
 
     def build_rank_plan(self, mask: Mask, cp: int, rank: int) -> RankPlan:
         """One rank's proven part of `build`, without planning for other ranks if the route is
-        `local`.
+        `straight`.
 
             rank_plan = PlanSpec(layout).build_rank_plan(mask, layout.cp, rank=0)
 
@@ -202,12 +198,10 @@ class Plan:
         far = ring_distance(ring.tile_rank, ring.tile_source, ring.cp)
         place = ring.tiles, ring.tile_rank, far
         traffic = Traffic(*place, shards, self.ulysses, given or Conditions())
-        there, *others = (
-            traffic.time(of.schedule, (of.transfers, of.gradients))
-            for of in (ring, ring.of_backward)
-            if of is not None
+        there, back = (
+            traffic.time(of.schedule, (of.transfers, of.gradients)) for of in (ring, ring.backward)
         )
-        return replace(there, back=others[0].back) if others else there
+        return replace(there, back=back.back)
 
     def verify(
         self, num_slots: int = 2, rank_plans: bool = False, executed: RankPlan | None = None
@@ -225,7 +219,7 @@ class Plan:
         `PlanError` that names the rank, the hop and the tokens.
         """
         layout, members, part = self.layout, self.ring.layout, self.ring.part
-        whole, axis = axes = self._axes()
+        axes = self._axes()
         if layout is not members:
             if layout.merged(self.ulysses).digest != members.digest:
                 raise PlanError(
@@ -233,14 +227,14 @@ class Plan:
                     "of the layout"
                 )
             for one in range(members.cp) if part is None else (part,) * (executed is None):
-                check_moves(Moves.gathered(layout, members, one), whole, axis, member=one)
-        verify(self.ring, axis)
+                check_moves(Moves.gathered(layout, members, one), *axes, member=one)
+        verify(self.ring, axes[1])
         proven = report(self.ring)
-        if (slots := proven.slots) > num_slots:
-            raise PlanError(f"{slots} receive buffers in use, num_slots is {num_slots}")
+        if proven.slots > num_slots:
+            raise PlanError(f"{proven.slots} receive buffers in use, num_slots is {num_slots}")
         self._proven.add(None)
-        every = map(self.rank_plan, range(self.cp if rank_plans else 0))
-        for own in (*every, *([executed] if executed else [])):
+        parts = *map(self.rank_plan, range(self.cp if rank_plans else 0)), executed
+        for own in filter(None, parts):
             self._verify_part(own, num_slots, axes)
         return proven
 
@@ -274,7 +268,7 @@ class Plan:
 MAX_PLANS = 64
 """The number of plans that are kept: those that were used last."""
 
-_plans: OrderedDict[tuple[object, ...], Plan] = RUNTIME.keep(OrderedDict())
+_plans: dict[tuple[object, ...], Plan] = RUNTIME.keep({})
 _locks: dict[int, Lock] = RUNTIME.keep({})  # by process: a forked one finds no held lock
 
 
@@ -289,16 +283,15 @@ def plan(mask: Mask, cp: int, spec: PlanSpec = PlanSpec()) -> Plan:
     # Functions and routes, not their names: a registry may give a name to another one later.
     layout = spec.layout
     split = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout.digest
-    names = spec.route, text(spec.schedule), spec.ulysses, spec.slot_shards, spec.choice
-    key = mask.digest, cp, split, ROUTES.get(spec.route), running(), *names
+    of = mask.digest, cp, split, ROUTES.get(spec.route), running(), spec.route
+    key = *of, text(spec.schedule), spec.ulysses, spec.slot_shards, spec.choice
     with _locks.setdefault(os.getpid(), Lock()):
-        if key in _plans:
-            _plans.move_to_end(key)
-            return _plans[key]
         # Made under the lock: threads that ask for one plan at the same time share it.
-        proven = spec.build(mask, cp)
-        proven.verify()
-        _plans[key] = proven
+        proven = _plans.pop(key, None)
+        if proven is None:
+            proven = spec.build(mask, cp)
+            proven.verify()
+        _plans[key] = proven  # behind those that were used before
         while len(_plans) > MAX_PLANS:
-            _plans.popitem(last=False)
+            del _plans[next(iter(_plans))]
     return proven

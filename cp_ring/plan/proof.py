@@ -77,7 +77,8 @@ def verify(plan: PlanTables, axis: Axis | None = None) -> None:
     _check_moved(plan, axis)
     if (back := plan.of_backward) is not None:
         same = (back.mask, back.layout, back.part) == (plan.mask, plan.layout, plan.part)
-        _expect(same, "backward has another mask or layout than forward")
+        alone = same and not len(plan.gradients)
+        _expect(alone, "backward has another mask or layout than forward, or not all gradients")
         verify(back, axis)
 
 
@@ -280,7 +281,7 @@ def _check_hops(plan: PlanTables) -> None:
 
 def _check_pieces(plan: PlanTables) -> None:
     """The pieces of the mask lie in the stream, and no two of them share a pair."""
-    data, n = plan.mask.pieces.data, plan.n
+    data, n = plan.mask.pieces.data, plan.layout.n
     data = data[:, (data[0] < data[1]) & (data[2] < data[3]) & (data[4] <= data[5])]
     inside = (data[[0, 2]] >= 0).all(0) & (data[[1, 3]] <= n).all(0)
     for i in _first(~inside):
@@ -386,7 +387,7 @@ def _check_moved(plan: PlanTables, axis: Axis) -> None:
     for rows, holder, passer, wants, moves, verb in (
         (plan.transfers, "receiver", "sender", "needs", "receives", "arrive"),
         (plan.gradients, "sender", "receiver", "makes gradients of", "sends gradients of", "leave"),
-    ):
+    )[: 1 + (plan.of_backward is None)]:
         passed = rows[rows.buffer > 0]
         rank = np.concatenate([plan.tile_rank[away], getattr(passed, passer)])
         base = rank * width + axis.first[np.concatenate([plan.tile_source[away], passed.owner])]
@@ -441,7 +442,9 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
     ascend = (np.diff([hop.index for hop in part.hops]) > 0).all()
     _expect(ascend, f"rank {rank}: its hops do not ascend")
     arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
-    keys, grads = _filled(axis, arriving, own), _filled(axis, leaving, own)
+    keys, back = _filled(axis, arriving, own), plan.of_backward
+    _expect((back is None) == (part.back is None), f"rank {rank}: its backward has other hops")
+    grads = keys if back is not None else _filled(axis, leaving, own)
     for name, rows_of, peer, buffers in (
         ("receives", arriving, "sender", keys),
         ("sends", plan.transfers_by_sender.where("sender", rank), "receiver", keys),
@@ -449,8 +452,6 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
         ("grad_receives", plan.gradients_by_receiver.where("receiver", rank), "sender", grads),
     ):
         _check_messages(part, axis, name, rows_of, peer, buffers)
-    back = plan.of_backward
-    _expect((back is None) == (part.back is None), f"rank {rank}: its backward has other hops")
     if back is not None:
         check_rank_plan(back, replace(part, hops=part.back or (), back=None), axis)
     for hops in (part.hops, part.backward)[: 1 + (back is None)]:

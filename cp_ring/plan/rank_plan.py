@@ -64,12 +64,13 @@ def _hops(plan: PlanTables, rank: int) -> tuple[Hop, ...]:
     # keys arrive in one buffer of a hop, and gradients leave the other
     arriving = plan.transfers.where("receiver", rank)
     grads_leaving = plan.gradients.where("sender", rank)
+    # where no gradients leave, tiles have one buffer
+    buffers = arriving, arriving if plan.of_backward else grads_leaving
     num_keys, num_grads = (
-        np.bincount(table.hop, table.tokens, cp).astype(np.int64).tolist()
-        for table in (arriving, grads_leaving)
+        np.bincount(table.hop, table.tokens, cp).astype(np.int64).tolist() for table in buffers
     )
     num_keys[0] = num_grads[0] = int(layout.tokens_per_rank[rank])
-    keys, grads = (_slides(layout, rank, table) for table in (arriving, grads_leaving))
+    keys, grads = (_slides(layout, rank, table) for table in buffers)
     leaving = plan.transfers_by_sender.where("sender", rank)
     grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
@@ -144,10 +145,10 @@ def identity(plan: PlanTables) -> tuple[Fact, ...]:
     The tables are not among them: they follow from these parts, and `PlanSpec.build_rank_plan`
     makes one rank's share of the tables only.
     """
-    hops = plan.schedule + (plan.of_backward.schedule if plan.of_backward else ())
+    hops = plan.schedule, plan.backward.schedule
     return (
         Fact("mask", plan.mask.digest, repr(plan.mask)),
         Fact("layout", plan.layout.digest, repr(plan.layout)),
         Fact("route", repr(plan.route), plan.route),
-        Fact("schedule", repr(hops), f"{hops!r:.80}"),
+        Fact("schedule", repr(hops), f"{plan.schedule!r:.80}"),
     )

@@ -83,7 +83,8 @@ class PlanTables:
     owner, and start.
     part: the rank whose part alone the tables have: its tiles, the tiles that read its keys, and
     its messages. None if they have all.
-    of_backward: the tables of backward, if it has another schedule.
+    of_backward: the tables of backward, if it has another schedule; `gradients` are then there
+    alone, and none are here.
     """
 
     mask: Mask
@@ -100,12 +101,13 @@ class PlanTables:
     of_backward: PlanTables | None = None
 
     @property
-    def cp(self) -> int:
-        return self.layout.cp
+    def backward(self) -> PlanTables:
+        """The tables that backward runs."""
+        return self.of_backward or self
 
     @property
-    def n(self) -> int:
-        return self.layout.n
+    def cp(self) -> int:
+        return self.layout.cp
 
     @cached_property
     def transfers_by_sender(self) -> Transfers:
@@ -153,7 +155,7 @@ class Hop:
     Gradients, backward only: key k of tile i belongs to token `k + grad_shift[i]` of this hop's
     gradient buffer of `num_grads` tokens. After the hop is computed, `grad_sends` leave from that
     buffer, and `grad_receives` are added to the rank's own accumulators (`buffer` 0) or to the
-    gradient buffer of a later hop.
+    gradient buffer of a later hop. Hops of forward alone have no such messages, and shifts of 0.
     """
 
     index: int
@@ -244,7 +246,7 @@ class RankPlan:
 
         The first remote keys travel during the first half, the last gradients during the second.
         """
-        hops = self.hops if self.back is None else self.back
+        hops = self.back or self.hops
         if len(hops) < 2 or hops[0].index:
             return hops
         first, *others = hops

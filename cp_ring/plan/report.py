@@ -18,7 +18,7 @@ class Report:
     keys_in, keys_out: tokens whose keys and values a rank receives and sends in the forward pass,
     and again in backward.
     grads_in, grads_out: tokens whose gradients of keys and values a rank receives and sends in the
-    backward pass.
+    backward pass, by the hops of backward.
     """
 
     n: int
@@ -59,7 +59,7 @@ class Report:
 
 def report(plan: PlanTables) -> Report:
     """Sum up the plan's tables by rank and hop; this proves nothing."""
-    cp, keys, grads = plan.cp, plan.transfers, plan.gradients
+    cp, keys, grads = plan.cp, plan.transfers, plan.backward.gradients
 
     tables = [
         np.bincount(rank * cp + hop, amount, cp * cp).astype(np.int64).reshape(cp, cp)
@@ -71,4 +71,4 @@ def report(plan: PlanTables) -> Report:
             (grads.sender, grads.hop, grads.tokens),
         )
     ]
-    return Report(plan.n, plan.layout.tokens_per_rank, *tables)
+    return Report(plan.layout.n, plan.layout.tokens_per_rank, *tables)

@@ -33,7 +33,6 @@ from cp_ring.plan.schedule import (
     MOST_MEMBERS,
     SLOT_SHARDS,
     Schedule,
-    of_backward,
     resolve,
     ring_distance,
 )
@@ -42,7 +41,7 @@ from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import RATES
 from cp_ring.plan.sizes.head_split import unsplit
 from cp_ring.plan.tiles import Tiles
-from cp_ring.plan.time import Conditions, Traffic, least
+from cp_ring.plan.time import Conditions, Traffic
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,22 +131,20 @@ class Route:
 
     transfers: a function from what every rank reads at every hop, and the number of ranks, to the
     messages of keys and of gradients.
-    local: True if the messages of a rank follow from the tiles of the rank and of those that read
-    its keys, so that a rank can plan its own part alone. This only saves time.
-    one_source: True if `auto` must give one source a hop: more would send keys past the next
-    neighbor.
+    straight: True if keys go straight from their owner to the ranks that read them. Then a rank can
+    plan its own part alone, and a hop of `auto` may have several sources, which would send keys
+    past the next neighbor where ranks pass them on.
     """
 
     transfers: Callable[[Need, int], tuple[Transfers, Transfers]]
-    local: bool = False
-    one_source: bool = False
+    straight: bool = False
 
 
 DEFAULT = "direct"
 
 ROUTES = {
-    DEFAULT: Route(direct, local=True),
-    "ring": Route(ring, one_source=True),
+    DEFAULT: Route(direct, straight=True),
+    "ring": Route(ring),
 }  # fmt: skip
 """Routes that flags and settings can name."""
 
@@ -167,11 +164,12 @@ def tables_of(
 
     Raises `PlanError` as `cp_ring.plan.schedule.resolve` does.
     """
-    cp, one_source = layout.cp, ROUTES[route].one_source
-    hops = resolve(schedule, cp, slot_shards, one_source=one_source)
-    most = slot_shards or SLOT_SHARDS
+    cp = layout.cp
+    if schedule == AUTO and not ROUTES[route].straight:
+        schedule = "ring"
+    hops = resolve(schedule, cp, slot_shards)
     few = cp <= MOST_MEMBERS or len(mask.pieces) >= cp // 2  # tiles, which each rank would read
-    by_time = schedule == AUTO and not one_source and cp > 2 and few
+    by_time = schedule == AUTO and cp > 2 and few
     tiles, rank, far = shard_tiles(mask.pieces, layout, None if by_time else member)
     back = hops
     if by_time:
@@ -182,21 +180,19 @@ def tables_of(
         # one table of rates, so that memory and messages are the same on every device
         given = Conditions(sizes, RATES)
         traffic = Traffic(tiles, rank, far, layout.tokens_per_rank, heads, given)
-        hops, time = traffic.fastest(most)
-        back = of_backward(hops, most, traffic.shard)
-        if back != hops:
-            both = replace(time, back=traffic.time(back).back).both
-            back = (back, hops)[least([both, time.both])]
+        hops, time = traffic.fastest(slot_shards or SLOT_SHARDS)
+        back = traffic.backward(hops, time)
         if member is not None:
             mine = np.flatnonzero((rank == member) | ((rank - far) % cp == member))
             tiles, rank, far = tiles[mine], rank[mine], far[mine]
     source = (rank - far) % cp
 
     def tables(hops: Schedule, back: PlanTables | None) -> PlanTables:
-        moved = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
-        keys, gradients = map(in_buffer_order, moved, ("receiver", "sender"), (cp, cp))
-        hop, of = np.array(hops)[far], (mask, layout, route, hops)
-        return PlanTables(*of, tiles, rank, hop, source, keys, gradients, member, back)
+        keys, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
+        keys = in_buffer_order(keys, "receiver", cp)
+        gradients = in_buffer_order(gradients[: 0 if back else None], "sender", cp)
+        of = mask, layout, route, hops, tiles, rank, np.array(hops)[far]
+        return PlanTables(*of, source, keys, gradients, member, back)
 
     return tables(hops, None if back == hops else tables(back, None))
 

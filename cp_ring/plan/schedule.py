@@ -36,7 +36,7 @@ LONG = 8_192
 
 MOST_MEMBERS = 128
 """The longest ring whose `auto` follows from the bytes and the work of each hop. A longer one takes
-the rule, or one hop if that is faster and a slot holds all keys that arrive.
+the rule, or hops that bring as many keys as a slot holds, if that is faster.
 """
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
@@ -57,8 +57,6 @@ def resolve(
     schedule: str | Sequence[int],
     cp: int,
     slot_shards: int | None = None,
-    *,
-    one_source: bool = False,
 ) -> Schedule:
     """Return the checked schedule of a plan.
 
@@ -68,7 +66,6 @@ def resolve(
         cp: the number of ranks.
         slot_shards: the most sources of a hop. None is `SLOT_SHARDS` for `auto`, and no limit for
             other schedules.
-        one_source: `auto` means `ring`, for routes that pass keys from neighbor to neighbor.
 
     Raises `PlanError` for an unknown name, and for a schedule that does not start with hop 0 alone,
     decreases, leaves out a hop, has another length than `cp`, or has a hop of more than
@@ -78,7 +75,7 @@ def resolve(
         raise PlanError(f"slot_shards {slot_shards}: it must be at least 1")
     schedule = parse(schedule) if isinstance(schedule, str) else schedule
     if schedule == AUTO:
-        return auto(cp, 1 if one_source else slot_shards or SLOT_SHARDS)
+        return auto(cp, slot_shards or SLOT_SHARDS)
     hops = (
         _NAMED[schedule](cp)
         if isinstance(schedule, str)
@@ -159,19 +156,6 @@ def auto(cp: int, slot_shards: int = SLOT_SHARDS) -> Schedule:
     first = min(2, slot_shards, cp - 1)
     later = (2 + place // slot_shards for place in range(cp - 1 - first))
     return (0, *[1] * first, *later)
-
-
-def of_backward(hops: Schedule, slot_shards: int, shard: int) -> Schedule:
-    """Return the schedule of backward for one that `auto` gave to shards of `shard` tokens.
-
-    Where `auto` gave that of the rule, so that a source is most of a shard, a hop of backward
-    brings the keys of at most `LONG` tokens, or one source: it holds gradients beside keys, and
-    computes 2.5 times as long as forward; `cp_ring.plan.routes.tables_of` takes it where it costs
-    no more than a hundredth of the time. Rings of more than `MOST_MEMBERS` would have too many
-    hops.
-    """
-    cp, most = len(hops), min(slot_shards, max(1, LONG // shard))
-    return auto(cp, most) if hops == auto(cp, slot_shards) and cp <= MOST_MEMBERS else hops
 
 
 def ring_distance(rank: Ints | int, owner: Ints | int, cp: int) -> Any:

@@ -12,7 +12,7 @@ needs to issue it. Everything that chooses or predicts reads this formula (`Traf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cp_ring.plan.ranges import Ints, depth, union
 from cp_ring.plan.records import Transfers
-from cp_ring.plan.schedule import MOST_MEMBERS, Schedule, auto
+from cp_ring.plan.schedule import LONG, MOST_MEMBERS, Schedule, auto
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates, running
 from cp_ring.plan.sizes.head_split import unsplit
@@ -318,27 +318,17 @@ class Traffic:
         ]
         return np.reshape(seconds, (4, cp, cp))
 
-    def schedules(self, slot_shards: int) -> Iterator[Schedule]:
-        """Yield schedules whose hops bring at most `slot_shards` shards, or one source.
-
-        These are the schedule of the rule, and schedules in which the keys of a hop take at most a
-        multiple (`AHEAD`) of the time that hides them.
+    def filled(self, most: int, ratios: Sequence[float] = (np.inf,)) -> Iterator[Schedule]:
+        """Yield for each ratio the schedule whose hops have as many sources as bring keys of at
+        most `most` tokens, in at most this many times the time that hides them, or one source.
         """
-        cp = len(self.keys)
-        most = slot_shards * self.shard
-        yield auto(cp, slot_shards)
-        if cp > MOST_MEMBERS:
-            if (self.keys[:, 1:].sum(1) <= most).all():
-                yield (0, *[1] * (cp - 1))
-            return
-        brought = _sums_before(self.keys)
-        seconds = self.given.pair_seconds(self.heads)[0]
-        worked = _sums_before(self.pairs) * seconds
-        for ratio in AHEAD:
+        brought, (there, _) = _sums_before(self.keys), self.given.pair_seconds(self.heads)
+        worked = _sums_before(self.pairs) * there
+        ends = np.min([np.searchsorted(row, row + most, "right") for row in brought], 0) - 1
+        for ratio in ratios:
             hops, begin, behind = [0], 1, worked[:, 1]
-            while begin < cp:
-                fits = (brought[:, begin + 1 :] - brought[:, begin, None] <= most).all(0)
-                end = begin + max(1, int(fits.sum()))
+            while begin < len(worked):
+                end = max(begin + 1, int(ends[begin]))
                 if ratio < np.inf:
                     moved = self._moving[..., begin + 1 : end + 1] - self._moving[..., begin, None]
                     hides = (moved.max(0) <= ratio * behind[:, None]).all(0)
@@ -348,6 +338,30 @@ class Traffic:
             yield tuple(hops)
 
     def fastest(self, slot_shards: int) -> tuple[Schedule, AttentionTime]:
-        """Return the schedule of the `least` time, and this time."""
-        timed = [(hops, self.time(hops)) for hops in dict.fromkeys(self.schedules(slot_shards))]
-        return timed[least([time.both for _, time in timed])]
+        """Return the schedule of the `least` time, and this time. Its hops bring at most
+        `slot_shards` shards, or one source: it is the rule's, or one in which the keys of a hop
+        take at most a multiple (`AHEAD`) of the time that hides them.
+        """
+        cp = len(self.keys)
+        rule = auto(cp, slot_shards)
+        timed = {rule: self.time(rule)}
+        if least([timed[rule].both, self.bound]):  # another one could be faster
+            ratios = AHEAD if cp <= MOST_MEMBERS else AHEAD[-1:]
+            others = self.filled(slot_shards * self.shard, ratios)
+            timed |= {hops: self.time(hops) for hops in dict.fromkeys(others) if hops != rule}
+        return [*timed.items()][least([time.both for time in timed.values()])]
+
+    def backward(self, hops: Schedule, time: AttentionTime) -> Schedule:
+        """Return the hops of backward if forward has `hops` and both would take `time` with them.
+
+        A hop of backward holds gradients beside keys, and computes 2.5 times as long as forward.
+        So it brings the keys of one shard, or of `LONG` tokens, where that costs no more than a
+        hundredth of the time. Rings of more than `MOST_MEMBERS` would have too many hops.
+        """
+        first = np.searchsorted(hops, np.arange(1, hops[-1] + 1))
+        most = max(self.shard, LONG)
+        if len(hops) > MOST_MEMBERS or np.add.reduceat(self.keys, first, 1).max() <= most:
+            return hops
+        (back,) = self.filled(most)
+        both = replace(time, back=self.time(back).back).both
+        return (back, hops)[least([both, time.both])]

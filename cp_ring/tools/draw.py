@@ -55,7 +55,7 @@ def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
         _draw_timeline(timeline, plan, time.there)
         timeline.set_xlabel(f"time of one layer's forward pass (ms)\npredicted at {assumed}")
         figure.suptitle(
-            f"{plan.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks; {plan.layout.name} "
+            f"{plan.mask.describe()}; {plan.mask.n:,} tokens on {plan.cp} ranks; {plan.layout.name} "
             f"layout, {plan.route} route, {plan.schedule[-1]} remote hops\nbalance "
             f"{report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full "
             "ring on the wire",
@@ -101,11 +101,11 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     """
     tiles, *places_of = tiles_in_stream(plan)
     places = zip(*(numbers.tolist() for numbers in places_of), strict=True)
-    few, hops = plan.cp <= MAX_LEGEND, plan.schedule[-1] + 1
+    few, hops, n = plan.cp <= MAX_LEGEND, plan.schedule[-1] + 1, plan.mask.n
     shapes, fills = [_outline(tile) for tile in tiles], []
     for shape, (rank, hop), area in zip(shapes, places, tiles.area().tolist(), strict=True):
         fills.append(color(rank, hop, plan.cp, hops))
-        if few and plan.cp > 1 and area**0.5 > plan.n / 40:
+        if few and plan.cp > 1 and area**0.5 > n / 40:
             x, y = np.unique(shape, axis=0).mean(0)
             _label(axes, x, y, hop, fills[-1])
     edge = 0.6 if len(shapes) <= 600 and few else 0.0
@@ -113,8 +113,8 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
         PolyCollection(shapes, facecolors=fills, edgecolors="white", linewidths=edge)
     )
     axes.set(
-        xlim=(0, plan.n),
-        ylim=(plan.n, 0),
+        xlim=(0, n),
+        ylim=(n, 0),
         aspect="equal",
         xlabel="key position",
         ylabel="query position",
@@ -122,7 +122,7 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     numbers = ", and at which hop (number)" * few
     _set_frame(axes, f"which rank computes which pairs{numbers}")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MultipleLocator(max(plan.n // 8, 1)))
+        axis.set_major_locator(MultipleLocator(max(n // 8, 1)))
         axis.set_major_formatter(FuncFormatter(tokens_of))
 
 

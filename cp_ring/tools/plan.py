@@ -285,7 +285,7 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
         "layout": ring.layout.name,
         "route": ring.route,
         "schedule": list(ring.schedule),
-        "n": ring.n,
+        "n": plan.n,
         "cp": plan.cp,
         "members": ring.cp,
         "tokens_per_rank": report.tokens_per_rank.tolist(),
@@ -318,7 +318,7 @@ def _print(plan: Plan, facts: dict[str, Any]) -> None:
         "moving hops": facts["moving_hops_per_rank"],
     }
     show_table(
-        f"{ring.mask.describe()}; {ring.n:,} tokens on {plan.cp} ranks"
+        f"{ring.mask.describe()}; {plan.n:,} tokens on {plan.cp} ranks"
         f"{members * (plan.ulysses > 1)}, {ring.layout.name} layout, {ring.route} route",
         columns,
         zip(*columns.values(), strict=False),

@@ -118,7 +118,7 @@ def before():
 
 def slower(one, before):
     """Whether forward and backward are slower than before by either model, by more than a tenth of
-    a percent; by the referee 3 percent, where hops of one source in backward save memory.
+    a percent; by the referee 3 percent, where hops of one shard in backward save memory.
     """
     least = 0.999 if one.alike else 0.97
     return one.formula[1] < 0.999 * before[1] or one.referee[1] < least * before[3]

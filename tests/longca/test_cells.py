@@ -8,7 +8,8 @@ import pytest
 from cp_ring.plan import Layout, Mask, Plan
 from cp_ring.plan.balance import balance
 from cp_ring.plan.plan import PlanSpec
-from cp_ring.plan.schedule import SLOT_SHARDS, of_backward
+from cp_ring.plan.shard_tiles import shard_tiles
+from cp_ring.plan.time import Traffic
 from tests.longca.masks import KINDS, cells, named
 from tests.longca.table import BASELINE, GIVEN, before, bound, row, slower
 
@@ -71,12 +72,12 @@ def test_no_plan_of_these_is_near_one_call():
 
 
 def test_backward_keeps_the_hops_of_forward_where_others_take_longer():
-    """One source a hop, across nodes: the time of both passes would be a tenth longer."""
-    mask = named("share_question 16 pile 3").mask()
-    plan = Plan.build(mask, Layout.balanced(mask, 16))
-    hops = of_backward(plan.schedule, SLOT_SHARDS, 8192)
-    assert hops != plan.schedule and plan.ring.of_backward is None
-    time, other = (
-        each.time(GIVEN) for each in (plan, Plan.build(mask, plan.layout, schedule=hops))
-    )
+    """One hop for all documents; hops of at most a shard would take an eighth longer."""
+    mask = named("causal_document 16 prolong512k 1").mask()
+    layout = Layout.balanced(mask, 16)
+    plan = Plan.build(mask, layout)
+    traffic = Traffic(*shard_tiles(mask.pieces, layout), layout.tokens_per_rank, 1, GIVEN)
+    (hops,) = traffic.filled(traffic.shard)
+    assert traffic.keys.sum(1).max() > traffic.shard and plan.ring.of_backward is None
+    time, other = (each.time(GIVEN) for each in (plan, Plan.build(mask, layout, schedule=hops)))
     assert replace(time, back=other.back).both > 1.05 * time.both

@@ -35,7 +35,7 @@ from cp_ring.plan import (
 from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import paint
 from tests.plan.strategies import CAPABILITIES
-from tests.rings import said
+from tests.rings import said, with_backward
 
 CPU = torch.device("cpu")
 LOWER = sys.modules["cp_ring.plan.lower"]
@@ -84,7 +84,7 @@ def makers():
 def one_source_in_backward(mask):
     layout = Layout.zigzag(96, 4)
     plan, back = (Plan.build(mask, layout, schedule=name) for name in ("auto", "ring"))
-    return replace(plan, ring=replace(plan.ring, of_backward=back.ring))
+    return with_backward(plan, back)
 
 
 def paints_its_mask(plan):

@@ -17,7 +17,7 @@ from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import paint
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, SLOTS, plans
-from tests.rings import said
+from tests.rings import said, with_backward
 
 MUTATIONS = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS]
 QUIET = {"suppress_health_check": list(HealthCheck)}
@@ -133,8 +133,7 @@ def several_sources(route):
 
 
 def other_hops_in_backward(plan, schedule):
-    back = Plan.build(plan.mask, plan.layout, plan.route, schedule).ring
-    return replace(plan, ring=replace(plan.ring, of_backward=back), _rank_plans={})
+    return with_backward(plan, Plan.build(plan.mask, plan.layout, plan.route, schedule))
 
 
 def test_hops_of_backward_are_proven_too():

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from cp_ring.plan import Layout, Mask, Plan, PlanSpec
+from cp_ring.plan.report import report
 from cp_ring.plan.schedule import (
     LONG,
     SLOT_SHARDS,
     auto,
     check,
     group_sizes,
-    of_backward,
     parse,
     resolve,
 )
 from cp_ring.testing.oracle import Case
-from tests.rings import assert_right, said
+from tests.rings import assert_right, said, with_backward
 
 
 @pytest.mark.parametrize("cp", range(1, 10))
@@ -43,16 +43,19 @@ def test_auto_is_a_schedule_of_bounded_hops(slot_shards):
     assert auto(8) == (0, 1, 1, 2, 2, 2, 2, 3)
 
 
-def test_hops_of_backward_bring_few_tokens_where_sources_are_shards():
-    for shard, sources in (
-        (1, [2, 4, 1]),
-        (LONG // 2, [2, 2, 2, 1]),
-        (LONG, [1] * 7),
-        (2 * LONG, [1] * 7),
-    ):
-        assert group_sizes(of_backward(auto(8), SLOT_SHARDS, shard)) == sources
-    for hops in ((0, *[1] * 7), (0, 1, 1, 1, 2, 2, 2, 2)):  # few keys, or asked for
-        assert of_backward(hops, SLOT_SHARDS, LONG) == hops
+def test_hops_of_backward_bring_few_tokens():
+    for shard, sources in ((LONG // 2, [2, 2, 2, 1]), (LONG, [1] * 7), (2 * LONG, [1] * 7)):
+        plan = Plan.build(Mask.full(8 * shard), Layout.zigzag(8 * shard, 8))
+        assert plan.schedule == auto(8)
+        assert group_sizes(plan.ring.backward.schedule) == sources
+    n = 16 * LONG
+    few = Mask.full(n // 16), Mask.documents(range(0, n + 1, 1024)), Mask.causal(n, (4096, 0))
+    for mask in few:
+        assert Plan.build(mask, Layout.zigzag(mask.n, 8)).ring.of_backward is None
+    long = Mask.documents([0, n // 2, *range(n // 2 + 1024, n + 1, 1024)])
+    plan = Plan.build(long, Layout.zigzag(n, 8))
+    assert plan.verify(rank_plans=True).keys_in.max() > 2 * LONG
+    assert report(plan.ring.backward).keys_in.max() <= 2 * LONG
     n = 8 * LONG
     mask, layout = Mask.causal(n), Layout.zigzag(n, 8)
     for schedule, stages in (("auto", 9), (auto(8), 5), ("gather", 3)):
@@ -73,9 +76,9 @@ def test_backward_with_other_hops_than_forward_is_right(ulysses):
     mask, layout = Mask.causal(n), Layout.zigzag(n, cp)
     case = Case.draw(n, h=4, g=2, dtype=torch.float64)
     plan = Plan.build(mask, layout, schedule="gather", ulysses=ulysses)
-    back = Plan.build(mask, layout, schedule="ring", ulysses=ulysses).ring
-    back = replace(back, layout=plan.ring.layout)
-    plan = replace(plan, ring=replace(plan.ring, of_backward=back))
+    back = Plan.build(mask, layout, schedule="ring", ulysses=ulysses)
+    back = replace(back, ring=replace(back.ring, layout=plan.ring.layout))
+    plan = with_backward(plan, back)
     assert len(plan.rank_plan(3).backward) > 2 + len(plan.rank_plan(3).hops)
 
     assert_right(plan, case)
@@ -145,7 +148,7 @@ def test_schedules_as_text():
     assert plan.schedule == (0, 1, 2, 2)
 
 
-def test_a_ring_of_many_members_takes_one_hop_for_short_documents():
+def test_a_ring_of_many_members_takes_few_hops_for_short_documents():
     """Where ranks read few keys of others; else the rule, which needs no tiles of other ranks."""
     cp, n = 160, 160 * 64
     mask, owner = Mask.documents([*range(0, n, 40), n]), np.arange(cp) * 7 % cp
@@ -158,4 +161,6 @@ def test_a_ring_of_many_members_takes_one_hop_for_short_documents():
     assert repr(alone.hops) == repr(plan.rank_plan(77).hops)
     assert Plan.build(Mask.causal(n), Layout.zigzag(n, cp)).schedule == auto(cp)
     giant = Mask.documents([0, *range(n - 160 * 20, n, 40), n])
-    assert Plan.build(giant, Layout.zigzag(n, cp)).schedule == auto(cp)
+    plan = Plan.build(giant, Layout.zigzag(n, cp))
+    assert plan.schedule[-1] < auto(cp)[-1]
+    assert report(plan.ring).keys_in.max() <= SLOT_SHARDS * 64
