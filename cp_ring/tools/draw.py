@@ -55,9 +55,9 @@ def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
         _draw_timeline(timeline, plan, time.there)
         timeline.set_xlabel(f"time of one layer's forward pass (ms)\npredicted at {assumed}")
         figure.suptitle(
-            f"{plan.mask.describe()}; {plan.mask.n:,} tokens on {plan.cp} ranks; {plan.layout.name} "
-            f"layout, {plan.route} route, {plan.schedule[-1]} remote hops\nbalance "
-            f"{report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full "
+            f"{plan.mask.describe()}; {plan.mask.n:,} tokens on {plan.cp} ranks; "
+            f"{plan.layout.name} layout, {plan.route} route, {plan.schedule[-1]} remote hops\n"
+            f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full "
             "ring on the wire",
             fontsize=13,
             color=INK,
