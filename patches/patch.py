@@ -64,6 +64,11 @@ class Patch:
 
     def changes(self) -> list[Replacement]:
         """Return (owner, attribute, new value) of everything that `apply` sets."""
+        made, modules = self._own_changes(), loaded_modules("megatron")
+        return [each for change in made for each in (change, *_held_elsewhere(*change, modules))]
+
+    def _own_changes(self) -> list[Replacement]:
+        """Return the changes of the owners themselves."""
         made = [*self.replacements()]
         for place, hook in self.wraps.items():
             owner_name, _, name = place.rpartition(".")
@@ -71,7 +76,7 @@ class Patch:
             hook = pkgutil.resolve_name(hook) if isinstance(hook, str) else hook
             own_class = isinstance(hook, type)
             made.append((owner, name, hook if own_class else around(hook)(getattr(owner, name))))
-        return [each for change in made for each in (change, *_held_elsewhere(*change))]
+        return made
 
     def apply(self) -> None:
         """Make every replacement, or none. Does nothing if the patch is already applied or
@@ -99,7 +104,8 @@ class Patch:
         found = f"patch {self.name}: megatron-core {megatron_version()}"
         problem = ""
         try:
-            self.changes()
+            for owner, name, _ in self._own_changes():
+                getattr(owner, name)
         except (ImportError, AttributeError, TypeError) as error:
             problem = one_line(error)
         for function, known in signatures().get(self.name, {}).items():
@@ -148,13 +154,12 @@ def parameters_of(function: str) -> str | None:
     return str(inspect.Signature(plain)).replace("Ellipsis", "...")
 
 
-def _held_elsewhere(owner: Any, name: str, value: Any) -> list[Replacement]:
-    """Return replacements of a function or class that the module `owner` defines in all other
-    modules of Megatron that hold it, because one that ran `from x import name` has its own
-    reference.
+def _held_elsewhere(owner: Any, name: str, value: Any, modules: list[Any]) -> list[Replacement]:
+    """Return replacements of a function or class that the module `owner` defines in all others of
+    `modules` that hold it, because one that ran `from x import name` has its own reference.
     """
     held = getattr(owner, name)
     if getattr(held, "__module__", "") != vars(owner).get("__name__"):
         return []
-    modules = (x for x in loaded_modules("megatron") if x is not owner)
-    return [(module, name, value) for module in modules if vars(module).get(name) is held]
+    others = (x for x in modules if x is not owner)
+    return [(module, name, value) for module in others if vars(module).get(name) is held]
