@@ -43,30 +43,12 @@ HEADLINE = {
     "resuming": {"resumed": "tp2cp2"},
     "bf16": {"bf16": "dp2cp2"},
 }  # fmt: skip
-# More of these models and splits, for the lane of slow tests.
-FURTHER = {
-    "dense": {"tied_embeddings": "pp2cp2"},
-    "packed": {"inter_document": "cp4"},
-    "fine-tuning": {"sft": "cp4", "sft_script": "pp2cp2"},
-    "experts": {"moe": "cp4"},
-    "predictions": {"mtp_uneven_loss_mask_mean": "cp4"},
-    "masks": {"images": "cp4"},
-    "recurrent": {"delta_net": "tp2cp2", "mamba_states_document_mask_balanced": "cp4"},
-    "one ring over all ranks": {
-        "one_ring_latent": "cp4", "one_ring_mtp": "cp4", "one_ring_sft": "cp4"
-    },
-    "resuming": {"mamba_resumed": "cp4"},
-}  # fmt: skip
 
 
 def named(model, *splits, planted=False):
     found = matrix.cells([model], splits, planted)
     assert len(found) == len(splits), f"{model} does not run under each of {splits}"
     return found
-
-
-def cells_of(models):
-    return [cell for name, splits in models.items() for cell in named(name, *splits.split())]
 
 
 def check(cells, folder):
@@ -79,16 +61,11 @@ def check(cells, folder):
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", HEADLINE)
 def test_models_train_as_without_context_parallelism_and_a_planted_fault_shows(tmp_path, kind):
-    right = cells_of(HEADLINE[kind])
+    models = HEADLINE[kind]
+    right = [cell for name, splits in models.items() for cell in named(name, *splits.split())]
     first = right[0]
     planted = matrix.cells([first.model.name], ["cp2"], planted=True)
     check([*right, *(planted or [dataclasses.replace(first, planted=True)])], tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FURTHER)
-def test_more_models_train_as_without_context_parallelism(tmp_path, kind):
-    check(cells_of(FURTHER[kind]), tmp_path)
 
 
 def verdict(model, split="tp2cp2", planted=False, **found):
