@@ -55,8 +55,7 @@ def apply_for(args: Asked, options: Options, names: Iterable[str] = ()) -> None:
     needed = [
         patch for name in names or patches_by_name() if (patch := get(name)).needed(args, options)
     ]
-    states = [patch.state() for patch in needed]
-    if problems := [state for state in states if state.startswith("rejected: ")]:
+    if problems := [x for patch in needed if (x := patch.state()).startswith("rejected: ")]:
         raise ConfigError(*(problem.removeprefix("rejected: ") for problem in problems))
     for patch in needed:
         patch.apply()

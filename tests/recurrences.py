@@ -196,19 +196,19 @@ def delta_rule(
     shape = q.shape[0] * len(ends), q.shape[2], k.shape[-1], v.shape[-1]
     first = q.new_zeros(shape) if initial_state is None else initial_state
     assert first.shape == shape, f"{tuple(first.shape)} states for {shape}"
-    outs, finals = [], []
-    for i in range(q.shape[1]):
+    states, finals = [], []
+    rows = (x.unbind(1) for x in (g[..., None].exp(), k[..., None], (b * k)[..., None], w * v))
+    for i, (decay, *rules) in enumerate(zip(*rows, strict=True)):
         if i == 0 or i == ends[len(finals) - 1]:
             state = first if cu_seqlens is None else first[len(finals)][None]
-        state = state * g[:, i, ..., None].exp()
-        for j in range(k.shape[2]):
-            held = torch.einsum("bhk,bhkv->bhv", b[:, i, j] * k[:, i, j], state)
-            learned = w[:, i, j] * v[:, i, j] - held
-            state = state + torch.einsum("bhk,bhv->bhkv", k[:, i, j], learned)
-        outs.append(torch.einsum("bhk,bhkv->bhv", q[:, i] * q.shape[-1] ** -0.5, state))
+        state = state * decay
+        for key, forgets, learns in zip(*(x.unbind(1) for x in rules), strict=True):
+            state = state + key * (learns - (forgets * state).sum(-2))[..., None, :]
+        states.append(state)
         if i + 1 == ends[len(finals)]:
             finals.append(state)
-    return torch.stack(outs, 1), torch.cat(finals) if output_final_state else None
+    out = torch.einsum("bnhk,bnhkv->bnhv", q * q.shape[-1] ** -0.5, torch.stack(states, 1))
+    return out, torch.cat(finals) if output_final_state else None
 
 
 @_called_as("chunk_gated_delta_product")

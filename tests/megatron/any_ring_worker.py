@@ -1,14 +1,11 @@
-"""One of two ranks of programs whose attention is not cp_ring's class: `any_ring_worker.py FOLDER`.
+"""One of two ranks of programs whose attention is not cp_ring's class.
 
 Rank 0 writes to FOLDER/found.json why each program is stopped, or what was probed.
 """
 
 import json
-import sys
+import os
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -18,6 +15,7 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.integrations import transformer_engine as te
 from tests.certificate.faults import _averaged_by_rank
+from tests.megatron.worker import output_to, place
 
 N = 64
 
@@ -102,8 +100,11 @@ def main(folder):
         (folder / "found.json").write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
+def rank(number, ranks, port, folder, log):
+    """As `tests.megatron.worker.rank`."""
+    os.environ |= place(number, ranks, port)
+    output_to(log)
     patches.get("cpu_runtime").apply()
     dist.init_process_group("gloo")
-    main(Path(sys.argv[1]))
+    main(folder)
     dist.destroy_process_group()

@@ -2,9 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
+import importlib.metadata
 import pkgutil
+import sys
 import warnings
 
 from cp_ring.patches.cpu_runtime import functions_uncompiled
@@ -13,8 +16,10 @@ gc.disable()
 
 with warnings.catch_warnings(), functions_uncompiled():
     warnings.simplefilter("ignore")
-    import megatron.core.tokenizers.text
+    import megatron.core.datasets.helpers
+    import megatron.core.tokenizers.text.models
     import megatron.training.training  # noqa: F401
+    import numpy.ma  # numpy imports it with the first unique  # noqa: F401
     import torch._dynamo  # torch imports it with the first optimizer  # noqa: F401
     from megatron.training.arguments import add_megatron_arguments
 
@@ -40,6 +45,15 @@ with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not hav
         return dict(known[source])
 
     Factory._get_field_docstrings = read_once
+
+with contextlib.suppress(ImportError):  # which a model imports that counts its parameters
+    importlib.import_module("megatron.core.models.mimo")
+
+# torch searches all installed packages for the first process group of each rank
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+importlib.metadata.entry_points(group="torch.distributed.backends")
+for stream in (sys.stdout, sys.stderr):
+    vars(stream).pop("write", None)  # in which wandb looks for its runs, at each line
 
 add_megatron_arguments(argparse.ArgumentParser())
 gc.freeze()  # a rank neither searches nor copies what is here

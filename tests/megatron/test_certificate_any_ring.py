@@ -10,7 +10,8 @@ import pytest
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.certificate.batch_probe import NAMES
 from cp_ring.patches.install import install
-from tests.megatron.launch import HERE, attempt, launch
+from tests.megatron import any_ring_worker
+from tests.megatron.launch import HERE, attempt, fork
 from tests.megatron.test_certificate import EVERY
 from tests.parity.models import COMMON, UNTIED
 
@@ -39,8 +40,9 @@ STOPPED = {
 @pytest.mark.ci
 def test_a_program_with_attention_of_its_own(tmp_path):
     """cp 2, windows on alternate layers; rows, and documents with padding; sinks beneath."""
-    done = launch(2, [str(HERE / "any_ring_worker.py"), str(tmp_path)])
-    assert done.returncode == 0, done.stdout[-6000:]
+    log = tmp_path / "log"
+    code = fork(2, (tmp_path, log), target=any_ring_worker.rank)
+    assert not code, log.read_text()[-6000:]
     found = json.loads((tmp_path / "found.json").read_text())
     for name in ("right", "packed, right", "beneath, right"):
         assert EVERY | {"token", "label"} <= {*found.pop(name)} <= EVERY | OTHERS

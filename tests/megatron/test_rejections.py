@@ -348,7 +348,7 @@ if os.environ.get("RANK") == "{late}":
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rejected_once_by_a_launched_job(tmp_path, late):
     """Whichever rank comes first prints the line, and the summary of torch's launcher has it; the
     other one never gets there.

@@ -13,9 +13,9 @@ from cp_ring.testing.oracle import error
 RANGES = [[(0, 37)], [(20, 33), (0, 5)], [(33, 40)], [(3, 20)], [(12, 40)], [(36, 40), (13, 20)]]
 TOKENS = 42
 SHAPES = [
-    (2, 3, 24, torch.float32, 50),
+    (2, 2, 24, torch.float32, 50),
     (1, 2, 40, torch.bfloat16, 0),
-    (3, 1, 1, torch.float16, 99),
+    (2, 1, 1, torch.float16, 99),
 ]
 """Sizes b, h, d, the dtype, and how many tokens come before those of `RANGES`, which the first
 partial result has alone: with many of them the result does not wait for the last update.

@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).parents[1] / "megatron" / "packing_script.py")
 COMMON = shlex.split("""
     --cp-ring-cpu --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --max-position-embeddings 64
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
-    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,5,5
+    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --mock-data --split 90,10,0
     --dataloader-type single --num-workers 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --log-interval 100 --seed 7
     --init-method-std 0.1 --train-iters 3 --micro-batch-size 1 --global-batch-size 4 --eval-interval 2 --eval-iters 1
     --distributed-timeout-minutes 30

@@ -135,8 +135,10 @@ def off(ours, truth):
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_ranks_equal_one_scan_of_each_branch(mixer, kind, branches):
-    for seed, cp in enumerate((1, 2, 3, 4, 8)):
-        layout, starts, before = drawn(seed, cp, kind, branches)
+    sizes = (1, 2, 3, 4, 8)  # each with each mixer and each layout
+    first = MIXERS.index(mixer) + [*LAYOUTS].index(kind)
+    for seed in (first % 5, (first + 2) % 5):
+        layout, starts, before = drawn(seed, sizes[seed], kind, branches)
         pieces = Pieces.of(layout, starts, before)
         verify(pieces, starts, before, WIDTH)
         given, size = inputs(mixer, layout.n)

@@ -115,7 +115,7 @@ def test_submitted_killed_warned_finished(cluster):
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ended_early_then_finished(cluster):
     """By --exit-interval, of which a YAML file and a wrapper around the ranks can both know."""
     settings = {"megatron__exit_interval": 4, "cp_ring__certify": False}
