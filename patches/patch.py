@@ -150,7 +150,7 @@ def parameters_of(function: str) -> str | None:
     return str(inspect.Signature(plain)).replace("Ellipsis", "...")
 
 
-def _held_elsewhere(owner: Any, name: str, value: Any, modules: Any) -> list[Replacement]:
+def _held_elsewhere(owner: Any, name: str, value: Any, modules: list[Any]) -> list[Replacement]:
     """Return replacements of a function or class that the module `owner` defines in all others of
     `modules` that hold it, because one that ran `from x import name` has its own reference.
     """

@@ -57,8 +57,8 @@ def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
         figure.suptitle(
             f"{plan.mask.describe()}; {plan.mask.n:,} tokens on {plan.cp} ranks; "
             f"{plan.layout.name} layout, {plan.route} route, {plan.schedule[-1]} remote hops\n"
-            f"balance {report.balance:.3f} (max / mean work), {report.share_of_full_ring:.1%} of a full "
-            "ring on the wire",
+            f"balance {report.balance:.3f} (max / mean work), "
+            f"{report.share_of_full_ring:.1%} of a full ring on the wire",
             fontsize=13,
             color=INK,
         )
