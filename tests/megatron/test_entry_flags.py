@@ -22,7 +22,8 @@ READ = """
     logits_load_prefetch_factor micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data
     modelopt_enabled multiple_validation_sets num_dataset_builder_threads object_storage_cache_path
     overlap_moe_expert_parallel_comm per_dataset_sequences_path pipeline_model_parallel_size
-    reset_attention_mask reset_position_ids seed seq_length sequence_parallel sft split
+    reset_attention_mask reset_position_ids seed seq_length sequence_packing_scheduler
+    sequence_parallel sft split use_varlen_dataset
     tensor_model_parallel_size untie_embeddings_and_output_weights
 """
 # Megatron's loop itself has them; a flag of ModelOpt is in no parser but that of the script; masks
