@@ -26,6 +26,8 @@ _OF_SCRIPT = (
     "--per-dataset-sequences-path",
     "--check-for-spiky-loss",
     "--hybrid-context-parallel",
+    "--sequence-packing-scheduler",
+    "--use-varlen-dataset",
 )
 """How flags begin that Megatron's `pretrain_gpt.py` reads and this module does not."""
 

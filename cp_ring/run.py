@@ -75,15 +75,17 @@ def _check_batches(script: Path, config: Options) -> None:
             "boundaries with its batches; --dataloader-inter-document-masking does: leave it out, "
             "or give that"
         )
+    if not config.enabled:
+        return
     asked = asked_of(sys.argv[1:])
-    if config.enabled and asked.reset_attention_mask:
+    if asked.reset_attention_mask:
         raise ConfigError(
             "--reset-attention-mask makes masks of s x s tokens: give "
             "--dataloader-inter-document-masking (Megatron 0.19 and later) in place of it and of "
             "--reset-position-ids"
         )
     moved = not config.named_layout.stock and not config.mask_kinds
-    if config.enabled and moved and not splits_packed(asked, config):
+    if moved and not splits_packed(asked, config):
         raise ConfigError(
             f"--cp-ring-layout {config.layout} needs cp_ring.pretrain_gpt: {script} splits its "
             "batches by Megatron's zigzag; balanced can split packed batches (--sft, "

@@ -81,7 +81,7 @@ case "${1:-}" in
     installed=$cpu
     for path in "$@"; do
         stage "$path" compat "$(realpath "$path")"
-        stage "$path: scripts" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py tests/megatron/test_rejections.py tests/megatron/test_entry_flags.py \
+        stage "$path: scripts" env PYTHONPATH="$(realpath "$path")" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py tests/megatron/test_rejections.py tests/megatron/test_entry_flags.py \
             -k "of_megatron_lm or of_checkouts" --megatron-lm "$path"
         stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --splits cp2
     done

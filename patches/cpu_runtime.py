@@ -84,7 +84,7 @@ class ApplyWhenUnpickled:
     it is unpickled there.
     """
 
-    def __reduce__(self) -> tuple[Callable[[], bool], tuple[()]]:
+    def __reduce__(self) -> Any:
         return apply_in_worker, ()
 
 
@@ -147,10 +147,13 @@ def _peak_bytes(*args: Any, **kwargs: Any) -> int:
 
 
 def _device_properties(*args: Any, **kwargs: Any) -> SimpleNamespace:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # From architecture 10 on, Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1.
     return SimpleNamespace(
-        name="cpu", major=10, minor=0, total_memory=memory, multi_processor_count=os.cpu_count()
+        name="cpu",
+        major=10,
+        minor=0,
+        total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        multi_processor_count=os.cpu_count(),
     )
 
 
@@ -249,6 +252,8 @@ def _megatron_replacements() -> Iterator[Replacement]:
     if utils.tex is None:  # Megatron splits packed documents by TransformerEngine
         split = SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices)
         yield utils, "tex", split
+        if hasattr(utils, "get_thd_batch_on_this_cp_rank"):  # since when it asks for its version
+            yield utils, "_te_version", utils.PkgVersion("1.10")
         # the last norm of a hybrid model ignores its specification
         yield hybrid_block, "TENorm", WrappedTorchNorm
         # Megatron's multimodal model requires TransformerEngine's class in the layers of a split
@@ -260,14 +265,12 @@ def _megatron_replacements() -> Iterator[Replacement]:
             "TEDotProductAttention": DotProductAttention,
             "is_te_min_version": lambda *_: True,
         }
-        for name in stand_ins.keys() & vars(llava_model).keys():
+        for name in vars(llava_model).keys() & stand_ins:
             yield llava_model, name, stand_ins[name]
     if clip_vit_model.NORM_IMPL is torch.nn.LayerNorm:  # this norm takes no configuration
         encoder = clip_vit_model.CLIPViTModel
-        construct = functools.partialmethod(
-            encoder.__init__, ln_pre_impl=WrappedTorchNorm, ln_post_impl=WrappedTorchNorm
-        )
-        yield encoder, "__init__", construct
+        norms = dict.fromkeys(("ln_pre_impl", "ln_post_impl"), WrappedTorchNorm)
+        yield encoder, "__init__", functools.partialmethod(encoder.__init__, **norms)
     if has_training_loop():  # programs on megatron.core alone may lack it
         yield from _training_replacements()
 
@@ -277,8 +280,8 @@ def _training_replacements() -> Iterator[Replacement]:
         import megatron.training.initialize as initialize
         import megatron.training.training  # noqa: F401
 
-    name = "initialize_megatron"
-    yield initialize, name, functools.partial(getattr(initialize, name), allow_no_cuda=True)
+    on_the_cpu = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
+    yield initialize, "initialize_megatron", on_the_cpu
     yield initialize, "set_jit_fusion_options", _nothing  # it warms up CUDA kernels
 
 

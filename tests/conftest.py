@@ -5,6 +5,7 @@ among worker processes.
 import faulthandler
 import multiprocessing as mp
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,9 +48,7 @@ LONG = (
 def pytest_addoption(parser):
     parser.addoption(
         "--megatron-lm",
-        action="append",
-        default=[],
-        help="a checkout of Megatron-LM whose script to run; repeatable",
+        help="a checkout of Megatron-LM whose scripts to run; first on PYTHONPATH",
     )
 
 
@@ -131,8 +130,10 @@ def registries():
 
 @pytest.fixture
 def megatron_lm(request):
-    """The checkouts named by --megatron-lm."""
-    return request.config.getoption("--megatron-lm")
+    """The checkout named by --megatron-lm."""
+    if not (named := request.config.getoption("--megatron-lm")):
+        pytest.skip("--megatron-lm names no checkout")
+    return Path(named).resolve()
 
 
 _pools = []

@@ -11,12 +11,6 @@ import importlib
 from typing import Any
 
 # functions for programs that build their models themselves; imported on first use
-enable: Any
-certify: Any
-plan_ahead: Any
-split_batch: Any
-with_ring_attention: Any
-
 _MODULES = {
     "enable": "cp_ring.patches.enable",  # patches may import this package, not the reverse
     "certify": "cp_ring.megatron.program",

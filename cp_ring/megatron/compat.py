@@ -25,8 +25,6 @@ from cp_ring.runtime import RUNTIME
 
 SUPPORTED = ">=0.18.2,<0.21"
 """The supported versions of megatron-core, as a PEP 440 specifier."""
-_DEVELOPMENT = ">=0.20.dev0"
-_TESTED = "tested at commit d98e8a6 of 2026-08-22"
 
 
 def check_version(core_alone: bool = False) -> str:
@@ -53,11 +51,8 @@ def check_version(core_alone: bool = False) -> str:
 
 def development() -> str:
     """Return which state of a development version was tested; "" for a released version."""
-    return (
-        f"megatron-core {megatron_version()} is a development version, {_TESTED}"
-        if within(_DEVELOPMENT)
-        else ""
-    )
+    tested = "is a development version, tested at commit d98e8a6 of 2026-08-22"
+    return f"megatron-core {megatron_version()} {tested}" if within(">=0.20.dev0") else ""
 
 
 def has_training_loop() -> bool:
@@ -99,10 +94,9 @@ def apex() -> str:
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return ""
-    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
-    return (
-        "nvidia" if any((folder / "multi_tensor_apply").is_dir() for folder in folders) else "other"
-    )
+    folders = spec.submodule_search_locations or []
+    nvidia = any(Path(folder, "multi_tensor_apply").is_dir() for folder in folders)
+    return "nvidia" if nvidia else "other"
 
 
 def has_transformer_engine() -> bool:

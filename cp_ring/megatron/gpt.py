@@ -19,7 +19,10 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
-from megatron.training.utils import get_blend_and_blend_per_split
+from megatron.training.utils import (
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.ahead import share
@@ -112,10 +115,9 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     `packed_seq_params`.
     """
     group = parallel_state.get_context_parallel_group()
-    rank = group.rank()
     cp = group.size()
     nothing = dict.fromkeys((*_TENSORS, _WEIGHT, "packed_seq_params"))
-    ends = _first_or_last_stage(vp_stage)
+    ends = is_first_or_last_pipeline_stage(vp_stage)
     if not ends and get_args().position_embedding_type == "mrope":
         raise ConfigError(
             "--position-embedding-type mrope: a middle pipeline stage has no position ids; give "
@@ -125,7 +127,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     if not extra and not ends:
         return nothing
     batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, {})
-    weight = _weight(batch)
+    # of the whole microbatch
+    counts = {_WEIGHT: batch["loss_mask"].sum(dtype=torch.float64)} if "loss_mask" in batch else {}
     check_rows(batch, group)
     entry = batch.pop(extra, None)
     carried: MicrobatchMask | None = None
@@ -135,13 +138,8 @@ def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     elif extra:
         carried = declared = declare(entry, len(entry), entry[0].n, cp)
         batch = declared.with_positions(batch)
-    whole = _mrope_positions(batch) | weight
-    return nothing | on_this_cp_rank(batch, rank, cp, carried) | whole
-
-
-def _weight(batch: Microbatch) -> Microbatch:
-    """Return the sum of the loss mask of a whole microbatch."""
-    return {_WEIGHT: batch["loss_mask"].sum(dtype=torch.float64)} if "loss_mask" in batch else {}
+    whole = _mrope_positions(batch) | counts
+    return nothing | on_this_cp_rank(batch, group.rank(), cp, carried) | whole
 
 
 def _positions(batch: Microbatch) -> torch.Tensor:
@@ -231,15 +229,6 @@ def forward_step(
     return output, functools.partial(loss_function, batch["loss_mask"], weight=batch.get(_WEIGHT))
 
 
-def _first_or_last_stage(vp_stage: int | None) -> bool:
-    # Without virtual stages Megatron must not look up the rank of a virtual stage.
-    whole = vp_stage is None
-    return bool(
-        parallel_state.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage)
-        or parallel_state.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
-    )
-
-
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """Return Megatron's settings of the data sets from its flags, most of which have their names,
     without attention masks.
@@ -273,7 +262,7 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
         kind = PackedConversations
 
     def built_here() -> bool:
-        wanted = _needed_by_every_stage() or _first_or_last_stage(vp_stage)
+        wanted = _needed_by_every_stage() or is_first_or_last_pipeline_stage(vp_stage)
         return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(wanted)
 
     print_rank_0("> building the data sets")

@@ -23,8 +23,9 @@ from cp_ring.sharding import unshard
 
 @dataclass(frozen=True)
 class CountedMask:
-    """A rank's part of a loss mask, [batch, n / cp], in the place of the tensor: Megatron only asks
-    for its `sum()`, which is the mean over ranks, and rolls it.
+    """A rank's part of a loss mask, [batch, n / cp], in the place of the tensor: Megatron asks for
+    its `sum()`, which is the mean over ranks, and rolls it. In development it also multiplies
+    losses by it, and looks where it is 0.
     """
 
     part: torch.Tensor
@@ -36,29 +37,46 @@ class CountedMask:
         """
         return self.mean
 
+    def __mul__(self, losses: torch.Tensor) -> torch.Tensor:
+        return self.part * losses
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+
+def in_megatrons_form(roll: Function) -> Function:
+    """Turn `roll(tensor, fill, ...)`, which returns a rolled tensor and its sum, into a hook of
+    Megatron's `roll_tensor`: of None it is None. In development it is of a list of tensors, a loss
+    mask has its sum with it, and a mask of padding ends with padding.
+    """
+
+    def hook(_: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if given is None:
+            return None, None
+        if not isinstance(given, list):
+            return roll(given, False, *args, **kwargs)
+        pairs = (roll(x, x.dtype == torch.bool, *args, **kwargs) for x in given)
+        return [CountedMask(x, total) if x.is_floating_point() else x for x, total in pairs]
+
+    return hook
+
+
+@in_megatrons_form
 def roll_in_documents(
-    _: Function,
-    tensor: torch.Tensor | CountedMask | None,
-    shifts: int = -1,
-    dims: int = -1,
+    tensor: torch.Tensor | CountedMask,
+    fill: bool,
+    *_: int,
     cp_group: Any = None,
     packed_seq_params: Any = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Replace Megatron's `roll_tensor`: return the value of the next token in the document for each
-    token (0 for the last token), and the sum of the result. A collective of `cp_group`.
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace Megatron's `roll_tensor`, which rolls by -1 in the last dimension: return the value
+    of the next token in the document for each token (`fill` for the last token), and the sum of the
+    result. A collective of `cp_group`.
 
     For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
     divides by the sum. tensor: [batch, n / cp], of any dtype.
     """
-    if tensor is None:
-        return None, None
-    if isinstance(tensor, CountedMask):
-        tensor = tensor.part
-    if shifts != -1 or dims not in (-1, tensor.dim() - 1):
-        raise ValueError(
-            f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
-        )
     group = group_of_microbatch(packed_seq_params, cp_group)
     cp = group.size()
     n = tensor.shape[-1]
@@ -66,7 +84,7 @@ def roll_in_documents(
     whole = tensor.reshape(-1)
     if cp > 1:
         whole = unshard(whole, documents.layout, group, 0)
-    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), 0)
+    rolled = torch.roll(whole, -1).masked_fill(documents.last().to(whole.device), fill)
     mine = documents.shard(rolled, group.rank()).view(tensor.shape)
     if not tensor.is_floating_point():
         return mine, mine.sum()

@@ -22,7 +22,6 @@ from cp_ring.megatron.flags.layer_pattern import LINEAR_HEADS
 from cp_ring.megatron.rejection import megatrons_text
 from cp_ring.megatron.wrapping import replaced
 
-_HOPPER = (9, 0)
 _FUSED = {
     "megatron.core.transformer.moe.moe_utils": (
         "fused_permute fused_permute_with_probs fused_unpermute fused_sort_chunks_by_index "
@@ -82,15 +81,15 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = []
     if not torch.cuda.is_available():
         properties = argparse.Namespace(
-            major=_HOPPER[0], minor=_HOPPER[1], multi_processor_count=132, total_memory=80 << 30
+            major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
         )
         answers: dict[str, Any] = {
-            "get_device_capability": _HOPPER,
+            "get_device_capability": (9, 0),
             "get_device_properties": properties,
             "device_count": 8,
         }
         for name, answer in answers.items():
-            changes.append((torch.cuda, name, lambda *_, answer=answer, **__: answer))
+            changes.append((torch.cuda, name, mock.Mock(return_value=answer)))
     for name, functions in _FUSED.items():
         module = importlib.import_module(name)
         changes += [

@@ -61,11 +61,11 @@ def losses(output):
 ON_CPU = "torchrun --nproc-per-node 2"
 
 
-def test_the_script_of_a_checkout(tmp_path, megatron_lm):
-    """README.md's command, with a script of Megatron's kind, and with checkouts that are given."""
+def test_the_script_of_a_checkout(tmp_path, pytestconfig):
+    """README.md's command, with a script of Megatron's kind, and with a checkout that is given."""
     line = shown("README.md", ON_CPU)
     shutil.copy(HERE / "small_script.py", tmp_path / "pretrain_gpt.py")
-    for folder in (tmp_path, *megatron_lm):
+    for folder in filter(None, (tmp_path, pytestconfig.getoption("--megatron-lm"))):
         output = run(line, folder)
         assert "probes passed" in output, output
         found = losses(output)

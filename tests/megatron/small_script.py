@@ -9,8 +9,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_batch_on_this_cp_rank
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import argument_utils, get_args, pretrain
 from megatron.training.arguments import parse_and_validate_args
 
 
@@ -53,7 +52,8 @@ def forward_step(data_iterator, model):
 
 def main():
     arguments = parse_and_validate_args()
-    container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
+    described = argument_utils.gpt_config_from_args(arguments)
+    container = argument_utils.pretrain_cfg_container_from_args(arguments, described)
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
 

@@ -149,7 +149,7 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     for name in ("context", "tensor_model"):
         group = f"get_{name}_parallel_group"
         monkeypatch.setattr(gpt.parallel_state, group, lambda: documents_module.ALONE)
-    monkeypatch.setattr(gpt, "_first_or_last_stage", lambda vp_stage: False)
+    monkeypatch.setattr(gpt, "is_first_or_last_pipeline_stage", lambda vp_stage: False)
     arguments = SimpleNamespace()
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)
     settings.configure(Options.make(enabled=True, document_mask=True))

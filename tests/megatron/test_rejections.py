@@ -190,16 +190,13 @@ SCRIPTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_such_scripts_of_checkouts_end_in_one_line(megatron_lm, tmp_path, name):
-    if not megatron_lm:
-        pytest.skip("--megatron-lm names no checkout")
-    for checkout in map(Path, megatron_lm):
-        (script,) = checkout.rglob(f"pretrain_{name}.py")
-        command = ["-m", "cp_ring.run", str(script), *BASE, *CP2]
-        done = launch(2, command, python_path=str(checkout))
-        lines = [line for line in done.stdout.splitlines() if line.startswith("cp_ring: error: ")]
-        assert len(lines) == 1, done.stdout
-        assert lines[0].startswith(f"cp_ring: error: {SCRIPTS[name]}")
-        assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
+    (script,) = megatron_lm.rglob(f"pretrain_{name}.py")
+    command = ["-m", "cp_ring.run", str(script), *BASE, *CP2]
+    done = launch(2, command, python_path=str(megatron_lm))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("cp_ring: error: ")]
+    assert len(lines) == 1, done.stdout
+    assert lines[0].startswith(f"cp_ring: error: {SCRIPTS[name]}")
+    assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
 
 
 def test_all_reasons_at_once(parse, capsys):

@@ -8,6 +8,7 @@ number of each token's document, or offsets in one batch row.
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -18,8 +19,10 @@ from megatron.core.models.gpt import experimental_attention_variant_module_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm import gated_delta_net, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from cp_ring.megatron.wrapping import around
 from tests.parity.specs import Norm, hybrid
 from tests.recurrences import (
     causal_conv1d,
@@ -102,6 +105,14 @@ def linear_attention(config):
     if config.experimental_attention_variant == "dsa":
         _stand_in_for_sparse()
     return variants.get_transformer_block_with_experimental_attention_variant_spec(config)
+
+
+def _called(submodules, config, spec, *rest):
+    """Some scripts give the model a function as they find it."""
+    return submodules(config, spec(config) if inspect.isfunction(spec) else spec, *rest)
+
+
+transformer_block._get_block_submodules = around(_called)(transformer_block._get_block_submodules)
 
 
 def _stand_in_for_sparse():

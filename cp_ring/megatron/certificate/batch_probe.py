@@ -92,14 +92,19 @@ def observe(
         if getattr(model.config, "mtp_num_layers", None):
             from megatron.core.transformer import multi_token_prediction
 
-            about = compat.group_of(None, "cp"), inputs.get("packed_seq_params")
-            seen["next"] = multi_token_prediction.roll_tensor(seen["labels"], -1, -1, *about)[0]
+            seen["next"], _ = multi_token_prediction.roll_tensor(
+                seen["labels"],
+                cp_group=compat.group_of(None, "cp"),
+                packed_seq_params=inputs.get("packed_seq_params"),
+            )
         return torch.ones_like(seen["labels"], dtype=torch.float32, requires_grad=True)
 
     stage = []
     if before:
-        sent = before["embedded"].transpose(0, 1)
-        stage = [(model, "pre_process", False), (layers, "input_tensor", sent)]
+        stage = [
+            (model, "pre_process", False),
+            (layers, "input_tensor", before["embedded"].transpose(0, 1)),
+        ]
     with replaced((model, "forward", record), *stage), suppress(_LayersBegin):
         output, loss = step(data and iter([data]), model)
         if output.numel() == seen["labels"].numel():

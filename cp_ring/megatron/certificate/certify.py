@@ -141,8 +141,7 @@ def _probe_losses(args: argparse.Namespace, results: Certificate, *rest: Any) ->
         text = f"{type(error).__name__}: {rejection.first_line(error)}"
         text += f" ({Path(place.filename).name}, line {place.lineno})"
         try:
-            store = dist.distributed_c10d._get_default_store()
-            barrier(store, dist.get_world_size(), run, SKEW_S)
+            barrier(dist.distributed_c10d._get_default_store(), dist.get_world_size(), run, SKEW_S)
         except RuntimeError:  # not on all ranks
             raise ConfigError(
                 f"--cp-ring-certify: {text} (rank {dist.get_rank()}, not on all ranks); "

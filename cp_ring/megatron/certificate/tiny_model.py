@@ -80,8 +80,8 @@ def tiny_args(
         # The table of positions keeps the job's length, because a microbatch of that length is
         # probed too.
         "max_position_embeddings": max(args.seq_length or 0, tokens),
+        **tiny_pattern(args, tiny.num_layers),
     }
-    changes |= tiny_pattern(args, tiny.num_layers)
     if hasattr(config, "per_block_parameters"):
         changes["per_block_parameters"] = [_one_block(config, tiny)] * tiny.num_layers
     # a program may have fields of its own, such as the length of a batch row
@@ -144,8 +144,11 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
         modules = {"core_attn", "mla_up_proj"}.intersection(config.recompute_modules or ())
         values["recompute_modules"] = sorted(modules)
     if SPARSE in letters:
-        # fewer keys than a tiny batch row has; with relu scores are equal, and Megatron selects any
-        values |= {"dsa_indexer_topk": STATE, "dsa_indexer_scoring_relu": False}
+        values |= {
+            "dsa_indexer_topk": STATE,  # fewer keys than a tiny batch row has
+            "dsa_indexer_scoring_relu": False,  # scores would be equal, and Megatron selects any
+            "dsa_indexer_rotate_activation": False,  # for bfloat16 only; changes no product
+        }
     if letters or getattr(config, "is_hybrid_model", False):
         heads = lcm(getattr(args, "mamba_num_groups", None) or 1, tp * args.context_parallel_size)
         values |= {"mamba_num_heads": heads} | dict.fromkeys(SIZES_OF_STATES.split(), STATE)

@@ -34,6 +34,7 @@ from cp_ring.megatron.certificate.tiny_model import (
     one_stage,
     with_changes,
 )
+from cp_ring.megatron.next_tokens import in_megatrons_form
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
@@ -222,17 +223,24 @@ def _whole_rows_in_force(model: Any, batch: Batch) -> Iterator[None]:
         ids = torch.stack([rule.positions for rule in batch.rules], 1)
         places = ids, torch.arange(len(ids))[:, None].expand_as(ids)
 
-    def roll(tensor: Any, *rest: Any, **named: Any) -> Any:
-        if tensor is None:
-            return None, None
-        rolled = tensor.roll(-1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), 0)
+    @in_megatrons_form
+    def roll(tensor: Any, fill: bool, *rest: Any, **named: Any) -> Any:
+        rolled = tensor.roll(-1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), fill)
         return rolled, rolled.sum()
 
-    modules = loaded_modules("megatron.core")
-    rolls = ((each, "roll_tensor", roll) for each in modules if "roll_tensor" in vars(each))
+    rolls = (
+        (module, "roll_tensor", functools.partial(roll, None))
+        for module in loaded_modules("megatron.core")
+        if "roll_tensor" in vars(module)
+    )
     used = settings.current()
-    kinds = used.mask_kinds if KEY in batch.items[0] else ""
-    plain = replace(used, layout="zigzag", document_mask=False, mask_kinds=kinds, loss_chunk=0)
+    plain = replace(
+        used,
+        layout="zigzag",
+        document_mask=False,
+        mask_kinds=used.mask_kinds if KEY in batch.items[0] else "",
+        loss_chunk=0,
+    )
     layers = _declared_layers(model, batch) if model else ()
     with replaced(*rolls, *layers), positions_in_force(places), settings.in_force(plain):
         yield
