@@ -18,7 +18,7 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import progress, signals
 from cp_ring.megatron.ending import ending_soon
-from cp_ring.megatron.flags.checks_documents import splits_packed
+from cp_ring.megatron.flags.checks_documents import documents_flag, splits_packed
 from cp_ring.megatron.options import Options
 from cp_ring.megatron.rejection import reject, rejecting
 from cp_ring.patches.install import asked_of, install
@@ -83,6 +83,12 @@ def _check_batches(script: Path, config: Options) -> None:
             "--reset-attention-mask makes masks of s x s tokens: give "
             "--dataloader-inter-document-masking (Megatron 0.19 and later) in place of it and of "
             "--reset-position-ids"
+        )
+    packed = asked.dataloader_inter_document_masking or (asked.sft and asked.cp > 1)
+    if packed and "get_thd_batch_on_this_cp_rank" in script.read_text():  # Megatron's branch dev
+        raise ConfigError(
+            f"{documents_flag(asked, config)}: {script} of Megatron's branch dev loses the "
+            "documents of its rows: run cp_ring.pretrain_gpt in place of it"
         )
     moved = not config.named_layout.stock and not config.mask_kinds
     if moved and not splits_packed(asked, config):

@@ -116,6 +116,15 @@ def test_conversations_of_a_script(tmp_path):
 
 
 @pytest.mark.ci
+def test_documents_whose_ends_the_data_set_names_too(tmp_path):
+    """cp_ring's own forward step finds them by positions."""
+    flags = f"{UNTIED} --num-layers 1 --dataloader-inter-document-masking"
+    right, faulty = examine(Job("ends", 2, flags, ("documents merged",)), tmp_path, "")
+    passes(right)
+    assert faulty["rejections"]
+
+
+@pytest.mark.ci
 def test_tensor_parallel_ranks_that_read_for_themselves(tmp_path):
     """The forward step of this script reads on each rank."""
     sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2"

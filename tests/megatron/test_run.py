@@ -93,6 +93,10 @@ def test_without_cuda_the_flag_for_the_cpu_is_named():
             [SCRIPT, "--cp-ring", "--cp-ring-cpu", "--reset-attention-mask"],
             "give --dataloader-inter-document-masking (Megatron 0.19 and later)",
         ),
+        (  # this file names get_thd_batch_on_this_cp_rank, as the script of Megatron's branch dev
+            [__file__, "--cp-ring", "--cp-ring-cpu", "--sft", "--context-parallel-size", "2"],
+            "loses the documents of its rows: run cp_ring.pretrain_gpt in place of it",
+        ),
     ],
 )
 def test_rejects_before_the_script_starts(monkeypatch, capsys, arguments, message):

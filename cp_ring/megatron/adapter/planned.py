@@ -114,8 +114,7 @@ class PlannedAttention(MegatronModule):
                 raise ConfigError(
                     f"{lost}: layer {self.layer_number} got a microbatch without "
                     "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "
-                    "to the model on every pipeline stage (pretrain_gpt.py of Megatron's branch "
-                    "dev does not read --dataloader-inter-document-masking)"
+                    "to the model on every pipeline stage"
                 )
             return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
         documents = documents_of(packed_seq_params, (batch, tokens), cp, self.ring)

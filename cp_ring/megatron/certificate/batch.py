@@ -133,8 +133,9 @@ class Batch:
             packed = thd_params(
                 *(torch.tensor(x, dtype=torch.int32).to(own_device()) for x in both)
             )
-        split = documents_of(packed, (rows, n // cp), cp, ring)
-        return cls(mask, items, shape, rules, packed, split)
+        return cls(
+            mask, items, shape, rules, packed, documents_of(packed, (rows, n // cp), cp, ring)
+        )
 
     def delivered(self, seed: int, number: int = 0) -> Any:
         """Return a copy of this one of `items`, because a script may write into the dictionary and

@@ -136,10 +136,9 @@ def _same(key: str, mine: Any, whole: Any, shape: Any) -> bool:
     if key != "packed":
         tensors = [x for x in (mine, whole) if isinstance(x, Tensor)]
         return not tensors or (len(tensors) == 2 and torch.equal(*tensors))
-    rank = compat.group_of(None, "cp").rank()
     first, second = (
-        documents and (documents.positions(rank).tolist(), documents.mask().digest)
-        for documents in (_documents(packed, shape) for packed in (mine, whole))
+        each and (each.positions(compat.group_of(None, "cp").rank()).tolist(), each.mask().digest)
+        for each in (_documents(packed, shape) for packed in (mine, whole))
     )
     return bool(first == second)
 
@@ -185,8 +184,8 @@ def compare(ours: Seen, truth: Seen, batch: Batch, seed: int) -> Iterator[Probe]
             yield _probe(shown, mine, expected, "at cp 1", batch, batch.mine)
     if "packed" in ours:
         wrong = not _same("packed", ours["packed"], packed, shape)
-        where = "the layers get others than the batch has"
-        yield Probe("documents", *batch.about, float(wrong), 0.0, where, "microbatches")
+        what = "documents", *batch.about, float(wrong), 0.0
+        yield Probe(*what, "the layers get others than the batch has", "microbatches")
     yield from _by_itself(truth, batch, seed)
 
 

@@ -60,16 +60,18 @@ def probe_losses(
     config = transformer_config(args)
     tiny, small = tiny_args(args, config, find_layer_kinds(args, config))
     # the job's kernel may not know float32, and matrix products on CUDA may round to TF32
-    kernel = "reference" if own_device().type == "cuda" else "auto"
-    used = replace(settings.current(), kernel=kernel)
+    used = replace(
+        settings.current(), kernel="reference" if own_device().type == "cuda" else "auto"
+    )
     with group_of_this_rank() as alone, settings.in_force(used):
         shared = shared_items(items or [])
         if items is None:
-            gaps = uncovered_layers(args, config)
-            results.not_covered += [f"{what}, in the loss" for what in gaps]
+            results.not_covered += [
+                f"{what}, in the loss" for what in uncovered_layers(args, config)
+            ]
         # a microbatch that Megatron will read, or that a program has, is probed then
-        untrained = used.certify == "only" or args.skip_train
-        awaited = not untrained and items is None and (args.train_iters or args.train_samples)
+        trained = items is None and (args.train_iters or args.train_samples)
+        awaited = trained and not (used.certify == "only" or args.skip_train)
         drawn = not (shared or awaited)
         if drawn:
             results.not_covered.append(
@@ -78,28 +80,33 @@ def probe_losses(
                 else "the job's own microbatches"
             )
         # a program's step takes whole or packed batch rows; cp_ring's has documents in their place
-        others = "packed" if program or is_own(step) else ""
+        own = is_own(step) and not program
+        others = "packed" * (program or own)
         if program and args.sft:
             others = "causal"
         by_rank = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
         runs: list[TinyRun] = []
-        cp, tokens = args.context_parallel_size, tiny.seq_length
-        for mask in masks_of(args, *shared[:1]):
-            if mask == others and not shared:
+        # cp_ring's own step finds documents by positions, also where the data set names their ends
+        item = shared[: not (own and used.document_mask)]
+        for mask in masks_of(args, *item):
+            if mask == others and not item:
                 continue
             if by_rank and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
                 # a tensor-parallel rank has a part of a document
-                gap = f"the loss of recurrent layers under {mask} with --sequence-parallel"
-                results.not_covered.append(gap)
+                results.not_covered.append(
+                    f"the loss of recurrent layers under {mask} with --sequence-parallel"
+                )
                 continue
-            draw = partial(Batch.draw, mask, args.micro_batch_size, cp=cp)
-            batch = draw(n=tokens)
+            draw = partial(Batch.draw, mask, args.micro_batch_size, cp=args.context_parallel_size)
+            batch = draw(n=tiny.seq_length)
             runs = runs or tiny_runs(tiny, small, args.params_dtype, batch, step, alone)
             if items is None:
                 results.probes += _probe_loss(args, runs, batch, results, seed)
             if shared or drawn:
                 batch = (
-                    Batch.read(mask, shared, cp) if shared else draw(n=args.seq_length or tokens)
+                    Batch.read(mask, shared, args.context_parallel_size)
+                    if shared
+                    else draw(n=args.seq_length or tiny.seq_length)
                 )
                 _probe_microbatch(args, runs, batch, results, seed)
 
@@ -129,20 +136,20 @@ def _probe_loss(
     yield Probe("loss of each token", *about, error, of_losses + wider, place)
     sums = ours.sums and not used.stock_loss_average
     if not (args.calculate_per_token_loss or sums):
-        gap = "loss and gradients: the ranks average means, in which tokens weigh unlike"
-        results.not_covered.append(gap)
+        results.not_covered.append(
+            "loss and gradients: the ranks average means, in which tokens weigh unlike"
+        )
         return
     place = f"{ours.loss:.6g}, at cp 1 {truth.loss:.6g}"
     error = abs(ours.loss - truth.loss) / (abs(truth.loss) or math.nan)  # NaN fails
     yield Probe("loss", *about, error, of_losses + wider, place)
-    bound = of_gradients + 10 * wider
     norms = {name: float(gradient.norm()) for name, gradient in truth.gradients.items()}
     least = 1e-2 * math.hypot(*norms.values())  # errors are relative to a norm of this size or more
     for name, gradient in truth.gradients.items():
-        size = max(least, norms[name]) or math.nan
-        error = float((ours.gradients[name] - gradient).norm()) / size
-        place = f"worst in {name}; labels that the loss mask hides are others"
-        yield Probe("gradients", *about, error, bound, place)
+        error = float((ours.gradients[name] - gradient).norm())
+        error /= max(least, norms[name]) or math.nan
+        what = "gradients", *about, error, of_gradients + 10 * wider
+        yield Probe(*what, f"worst in {name}; labels that the loss mask hides are others")
 
 
 def _probe_microbatch(
@@ -167,8 +174,9 @@ def _probe_microbatch(
         and batch_probe.NEXT not in shown,
     }
     for name in ("labels", "tokens", "weights"):
-        gap = f"each {batch_probe.NAMES[name]} at the job's own length (the forward step hides it)"
-        gaps[gap] = name not in seen
+        gaps[
+            f"each {batch_probe.NAMES[name]} at the job's own length (the forward step hides it)"
+        ] = name not in seen
     results.not_covered += [gap for gap in gaps if gaps[gap]]
     rotates = getattr(args, "position_embedding_type", "") in ("rope", "yarn", "mrope")
     tokens = runs[0].args.seq_length

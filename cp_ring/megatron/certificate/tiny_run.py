@@ -34,7 +34,6 @@ from cp_ring.megatron.certificate.tiny_model import (
     one_stage,
     with_changes,
 )
-from cp_ring.megatron.next_tokens import in_megatrons_form
 from cp_ring.megatron.wrapping import loaded_modules, replaced
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
@@ -104,8 +103,7 @@ class TinyRun:
         `batch_probe.observe`.
         """
         with self.in_force(batch) as given:
-            data = given.delivered(seed, item)
-            return batch_probe.observe(self.model, self.step, data, before)
+            return batch_probe.observe(self.model, self.step, given.delivered(seed, item), before)
 
     def observe_stages(
         self, job: argparse.Namespace, batch: Batch, seed: int, before: batch_probe.Seen
@@ -119,8 +117,7 @@ class TinyRun:
             return []
         virtual, seen = parallel_state.get_virtual_pipeline_model_parallel_world_size(), []
         for stage in range(virtual) if virtual else [None]:
-            state = {"_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": stage}
-            run = replace(self, args=job, state=state)
+            run = replace(self, args=job, state={"_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": stage})
             with replaced((self.model, "vp_stage", stage)):
                 seen.append(run.observe(batch, seed, 2 + (stage or 0), before))
         return seen
@@ -175,13 +172,14 @@ class TinyRun:
             )
             wrapped.grad_accs.clear()  # breaks a cycle through autograd, which would keep the model
             report = sum(next(iter(each.values())).double().reshape(-1) for each in reports)
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            dist.all_reduce(report, group=group)
+            dist.all_reduce(
+                report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
         gradients = {
             name: parameter.main_grad.double() for name, parameter in model.named_parameters()
         }
-        sums = len(report) == 2 and returned == {3}
-        return Outcome(seen, float(report[0] / report[-1]), gradients, sums)
+        loss = float(report[0] / report[-1])
+        return Outcome(seen, loss, gradients, len(report) == 2 and returned == {3})
 
 
 def tiny_runs(
@@ -197,9 +195,9 @@ def tiny_runs(
     """
     if is_own(step):
         from cp_ring.megatron.gpt import forward_step as step  # imports Megatron
-    single = {"context_parallel_size": 1, "recompute_granularity": None}
     runs = []
-    for whole, changes in (False, {}), (True, single):
+    for whole in (False, True):
+        changes = {"context_parallel_size": 1, "recompute_granularity": None} if whole else {}
         run = TinyRun(step, with_changes(tiny, changes), one_stage(alone, whole), whole)
         with run.in_force(batch):
             run.model = build(tiny, with_changes(config, changes), dtype)
@@ -223,16 +221,17 @@ def _whole_rows_in_force(model: Any, batch: Batch) -> Iterator[None]:
         ids = torch.stack([rule.positions for rule in batch.rules], 1)
         places = ids, torch.arange(len(ids))[:, None].expand_as(ids)
 
-    @in_megatrons_form
-    def roll(tensor: Any, fill: bool, *rest: Any, **named: Any) -> Any:
-        rolled = tensor.roll(-1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), fill)
-        return rolled, rolled.sum()
+    def rolled(tensor: Any, fill: bool, *rest: Any, **named: Any) -> Any:
+        x = tensor.roll(-1, -1).masked_fill(last.to(tensor.device).view(tensor.shape), fill)
+        return x, x.sum()
 
-    rolls = (
-        (module, "roll_tensor", functools.partial(roll, None))
-        for module in loaded_modules("megatron.core")
-        if "roll_tensor" in vars(module)
-    )
+    def roll(*args: Any, **named: Any) -> Any:
+        from cp_ring.megatron.next_tokens import in_megatrons_form  # few jobs predict them
+
+        return in_megatrons_form(rolled)(None, *args, **named)
+
+    modules = loaded_modules("megatron.core")
+    rolls = ((each, "roll_tensor", roll) for each in modules if "roll_tensor" in vars(each))
     used = settings.current()
     plain = replace(
         used,
