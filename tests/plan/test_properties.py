@@ -148,6 +148,8 @@ def test_hops_of_backward_are_proven_too():
         if spoiled is not None:
             ring = replace(plan.ring, of_backward=spoiled.ring)
             assert said(replace(plan, ring=ring, _rank_plans={}).verify), name
+    both = replace(plan.ring, of_backward=other.ring.of_backward)  # gradients of forward too
+    assert "not all gradients" in said(replace(plan, ring=both, _rank_plans={}).verify)
     full = Plan.build(Mask.full(64), plan.layout).ring
     ring = replace(plan.ring, of_backward=full)
     assert "another mask" in said(replace(plan, ring=ring, _rank_plans={}).verify)
