@@ -65,7 +65,8 @@ def in_megatrons_form(roll: Function) -> Function:
 def roll_in_documents(
     tensor: torch.Tensor | CountedMask,
     fill: bool,
-    *_: int,
+    shifts: int = -1,
+    dims: int = -1,
     cp_group: Any = None,
     packed_seq_params: Any = None,
     **__: Any,
@@ -77,6 +78,10 @@ def roll_in_documents(
     For a loss mask the sum is the mean over ranks, because Megatron averages over ranks what it
     divides by the sum. tensor: [batch, n / cp], of any dtype.
     """
+    if shifts != -1 or dims not in (-1, len(tensor.shape) - 1):
+        raise ValueError(
+            f"tokens roll by -1 in the last dimension, not by {shifts} in dimension {dims}"
+        )
     group = group_of_microbatch(packed_seq_params, cp_group)
     cp = group.size()
     n = tensor.shape[-1]

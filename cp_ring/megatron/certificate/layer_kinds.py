@@ -79,9 +79,10 @@ def find_layer_kinds(args: argparse.Namespace, config: Any) -> list[LayerKind]:
     sink, kinds = getattr(config, "softmax_type", "vanilla"), []
     for (window, comm_type, key_heads), numbers in alike.items():
         units = min(-(-2 * (window[0] + 1) // unit), most // unit)
-        if getattr(config, "multi_latent_attention", False):
-            key_heads = heads * tp
-        sizes = heads, max(1, key_heads // tp), d, e, max(1, units) * unit
+        groups = (
+            heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
+        )
+        sizes = heads, groups, d, e, max(1, units) * unit
         kinds.append(LayerKind(tuple(numbers), window, scale, sink, *sizes, comm_type))
     return kinds
 

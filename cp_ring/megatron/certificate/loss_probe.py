@@ -74,28 +74,28 @@ def probe_losses(
         awaited = trained and not (used.certify == "only" or args.skip_train)
         drawn = not (shared or awaited)
         if drawn:
-            results.not_covered.append(
+            results.not_covered += [
                 "the program's own microbatches (certify takes one as microbatch=)"
                 if program
                 else "the job's own microbatches"
-            )
+            ]
         # a program's step takes whole or packed batch rows; cp_ring's has documents in their place
         own = is_own(step) and not program
-        others = "packed" * (program or own)
+        others = "packed" if program or own else ""
         if program and args.sft:
             others = "causal"
         by_rank = getattr(args, "sequence_parallel", False) and args.tensor_model_parallel_size > 1
         runs: list[TinyRun] = []
         # cp_ring's own step finds documents by positions, also where the data set names their ends
-        item = shared[: not (own and used.document_mask)]
+        item = [] if own and used.document_mask else shared[:1]
         for mask in masks_of(args, *item):
             if mask == others and not item:
                 continue
             if by_rank and mask != "causal" and {*letters_of(args)} & {*RECURRENT}:
                 # a tensor-parallel rank has a part of a document
-                results.not_covered.append(
+                results.not_covered += [
                     f"the loss of recurrent layers under {mask} with --sequence-parallel"
-                )
+                ]
                 continue
             draw = partial(Batch.draw, mask, args.micro_batch_size, cp=args.context_parallel_size)
             batch = draw(n=tiny.seq_length)
@@ -136,9 +136,9 @@ def _probe_loss(
     yield Probe("loss of each token", *about, error, of_losses + wider, place)
     sums = ours.sums and not used.stock_loss_average
     if not (args.calculate_per_token_loss or sums):
-        results.not_covered.append(
+        results.not_covered += [
             "loss and gradients: the ranks average means, in which tokens weigh unlike"
-        )
+        ]
         return
     place = f"{ours.loss:.6g}, at cp 1 {truth.loss:.6g}"
     error = abs(ours.loss - truth.loss) / (abs(truth.loss) or math.nan)  # NaN fails
