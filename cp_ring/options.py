@@ -112,6 +112,17 @@ class CallSettings:
         choices=WIRE_DTYPES,
     )
 
+    @property
+    def widening(self) -> float:
+        """Return the number by which bounds of the certificate widen because of the codec."""
+        # `auto` never chooses one that costs accuracy
+        return WIRES.get(self.wire, WIRES["plain"]).widening
+
+    @property
+    def rounding_of_gradients(self) -> float:
+        """Return the bound of gradients that travel in bfloat16 by this setting; 0 without it."""
+        return 6e-3 if self.wire_dtype == "bfloat16" else 0.0
+
 
 def either(names: Sequence[str]) -> str:
     """Return the names as part of a sentence: 'a', 'b' or 'c'."""

@@ -42,7 +42,7 @@ from cp_ring.megatron.certificate.report import Certificate, Probe
 from cp_ring.megatron.certificate.tiny_model import core_classes, transformer_config
 from cp_ring.megatron.flags.layer_pattern import config_of_layer
 from cp_ring.megatron.wrapping import replaced
-from cp_ring.plan.sizes.attention_sizes import WIRES
+from cp_ring.options import CallSettings
 
 CHANNELS = 512  # most channels of values that a call needs
 CALLS = 4  # where all queries are compared
@@ -187,10 +187,13 @@ class ExaminedLayers:
             def computed(*qkv: Tensor, layer: Any = layer) -> Tensor:
                 return self._call(layer, *qkv)[:, sampled]
 
+            used = getattr(layer, "ring", CallSettings())
             found = self._results(computed, qkv, dout, getattr(layer, "softmax_offset", None))
             for name, expected in truth.items():
                 error, where = found[name] - expected, f"layer {number}"
-                bound = BOUNDS[self.dtype] + WIRES[getattr(layer, "wire", "plain")].widening
+                bound = BOUNDS[self.dtype] + used.widening
+                if name in ("dk", "dv"):
+                    bound = max(bound, used.rounding_of_gradients)
                 if name == "dsink":
                     bound *= SINK_FACTOR
                 else:

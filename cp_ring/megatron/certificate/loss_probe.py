@@ -38,7 +38,6 @@ from cp_ring.megatron.certificate.tiny_run import (
     tiny_runs,
 )
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
-from cp_ring.plan.sizes.attention_sizes import WIRES
 
 
 def probe_losses(
@@ -128,12 +127,12 @@ def _probe_loss(
     # and matrix products on CUDA may round to TF32
     fine = args.params_dtype == torch.float32 or used.enabled
     of_losses, of_gradients = (1e-4, 1e-4) if fine and not wanted.is_cuda else (1e-2, 1e-1)
-    # `auto` never chooses a codec that costs accuracy
-    wider = WIRES.get(used.wire, WIRES["plain"]).widening
+    of_losses += used.widening
+    of_gradients += 10 * used.widening + used.rounding_of_gradients
     about = "tiny model", batch.mask
     place = f"worst at {worst_of(difference, batch.mine.repeat(len(masks), 1))}"
     error = float(difference.norm() / wanted.norm())
-    yield Probe("loss of each token", *about, error, of_losses + wider, place)
+    yield Probe("loss of each token", *about, error, of_losses, place)
     sums = ours.sums and not used.stock_loss_average
     if not (args.calculate_per_token_loss or sums):
         results.not_covered += [
@@ -142,13 +141,13 @@ def _probe_loss(
         return
     place = f"{ours.loss:.6g}, at cp 1 {truth.loss:.6g}"
     error = abs(ours.loss - truth.loss) / (abs(truth.loss) or math.nan)  # NaN fails
-    yield Probe("loss", *about, error, of_losses + wider, place)
+    yield Probe("loss", *about, error, of_losses, place)
     norms = {name: float(gradient.norm()) for name, gradient in truth.gradients.items()}
     least = 1e-2 * math.hypot(*norms.values())  # errors are relative to a norm of this size or more
     for name, gradient in truth.gradients.items():
         error = float((ours.gradients[name] - gradient).norm())
         error /= max(least, norms[name]) or math.nan
-        what = "gradients", *about, error, of_gradients + 10 * wider
+        what = "gradients", *about, error, of_gradients
         yield Probe(*what, f"worst in {name}; labels that the loss mask hides are others")
 
 
