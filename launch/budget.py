@@ -55,7 +55,7 @@ ROOMS = (
     room("one call of attention", 8_500, 8_490, """cp_ring/__init__.py cp_ring/errors.py
         cp_ring/runtime.py cp_ring/api.py cp_ring/plan_cache.py cp_ring/attention.py
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
-    room("shards, prefixes, settings", 4_400, 4_200, """cp_ring/sharding.py cp_ring/prefixes.py
+    room("shards, prefixes, settings", 4_400, 4_250, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py cp_ring/cuts.py"""),
     room("plans and proofs", 40_000, 40_000, "cp_ring/plan cp_ring/memory.py"),
     room("kernels", 16_500, 16_490, "cp_ring/kernels"),
@@ -76,7 +76,7 @@ ROOMS = (
         cp_ring/megatron/program.py
         cp_ring/megatron/step_timing.py
         cp_ring/megatron/validation.py"""),
-    room("options and choices", 4_000, 2_290, """cp_ring/megatron/option_values.py
+    room("options and choices", 4_000, 2_300, """cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 740, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 15_500, "cp_ring/megatron/certificate"),
@@ -95,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 106_780, _LIBRARY),
-    room("ring 2: Megatron", 67_000, 66_610, _ADAPTER),
+    room("ring 1: the library", 107_000, 106_830, _LIBRARY),
+    room("ring 2: Megatron", 67_000, 66_620, _ADAPTER),
     room("ring 3: tools", 22_000, 22_090, "cp_ring/tools"),
-    room("all", 196_000, 195_480, "cp_ring patches"),
-    room("tests", 220_000, 246_530, "tests"),
+    room("all", 196_000, 195_530, "cp_ring patches"),
+    room("tests", 220_000, 247_170, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tests.certificate import doors
-from tests.certificate.jobs import FAULTY, right_job
+from tests.certificate.jobs import DOCUMENTED, FAULTY, right_job
 from tests.megatron import conversations
 from tests.megatron.launch import fork
 
@@ -103,7 +103,12 @@ def main():
         default="",
         help=f"a checkout of Megatron-LM, whose {SCRIPT} is the second door",
     )
-    parser.add_argument("--right", type=int, default=200, help="right jobs of random flags")
+    parser.add_argument(
+        "--right",
+        type=int,
+        default=200,
+        help="right jobs of random flags, beside those of the documentation's",
+    )
     parser.add_argument(
         "--faulty",
         nargs="*",
@@ -122,7 +127,9 @@ def main():
     script = str(Path(given.megatron_lm) / SCRIPT)
     with tempfile.TemporaryDirectory(prefix="cp_ring-certificate-") as folder:
         planted = faults(jobs, script, Path(folder))
-        jobs = [right_job(number, bool(given.megatron_lm)) for number in range(given.right)]
+        random = (right_job(number, bool(given.megatron_lm)) for number in range(given.right))
+        documented = [job for job in DOCUMENTED if given.megatron_lm or not job.by_script]
+        jobs = [*documented, *random]
         passed = right(jobs, script, Path(folder))
     bad = [each for each in planted + passed if not each.get("stopped", each.get("passed"))]
     for entry in bad:

@@ -22,7 +22,17 @@ from tests.certificate.faults import (
     PRODUCTION,
 )
 from tests.certificate.faults import OF_LENGTH as OF_LONG_POSITIONS
-from tests.parity.models import COMMON, EXPERTS, LATENT, QWEN, UNTIED
+from tests.parity.models import (
+    COMMON,
+    DELTA_NET,
+    EXPERTS,
+    LATENT,
+    MODELS,
+    QWEN,
+    SPARSE,
+    SPLITS,
+    UNTIED,
+)
 
 OSS = f"{UNTIED} --window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
 HYBRID = f"""
@@ -214,6 +224,73 @@ FAULTY = (
         OF_PREDICTION, True),
 )  # fmt: skip
 assert set(FAULTS) == {fault for job in FAULTY for fault in job.faults if not job.by_script}
+
+_TALKS = "--sft --seq-length 256 --max-position-embeddings 256 --cp-ring-cut-long"
+_DOCUMENTED = {
+    "inter-document": f"{UNTIED} --dataloader-inter-document-masking --eod-mask-loss --cp-ring-timing 2 "
+        "--cp-ring-layout balanced --cp-ring-balance-microbatches --dataloader-type cyclic "
+        "--cp-ring-heads 2",
+    "packed first-fit": f"{UNTIED} --mtp-num-layers 1 {_TALKS} --sft-tokenizer-prompt-format "
+        "nemotron-nano-v2 --cp-ring-slot-shards 1 --cp-ring-loss-chunk 24 --micro-batch-size 2",
+    "mask or none": f"{UNTIED} --cp-ring-mask-kinds tree --cp-ring-layout balanced --cp-ring-debug "
+        "--cp-ring-compare-every 1 --cp-ring-hop-timeout 60",
+    "batch sizes": f"{UNTIED} --decrease-batch-size-if-needed --rampup-batch-size 2 2 8 "
+        "--exit-signal-handler",
+    "gradients in bfloat16": f"{UNTIED} --bf16 --log-max-attention-logit --cp-ring-wire-dtype bfloat16 "
+        "--cp-ring-recompute replay --recompute-granularity selective",
+    "float16": f"{UNTIED} --fp16 --cp-ring-wire int8 --async-save --profile --use-pytorch-profiler",
+    "states of delta nets": f"{DELTA_NET} --num-layers 4 --cp-ring-recurrent G --cp-ring-document-mask",
+    "sparse": f"{SPARSE.replace('--sequence-parallel', '')} --dsa-indexer-topk-freq 2",
+    "masks of the data set": f"{UNTIED} --cp-ring-document-mask --reset-attention-mask "
+        "--reset-position-ids",
+    "heads": f"{UNTIED} --use-torch-fsdp2 --cp-comm-type a2a",
+}  # fmt: skip
+_TWO_LEVELS = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+
+
+def _of_parity():
+    """The models of the parity matrix, which train there without a certificate, each in one split."""
+    splits = {split.name: split for split in SPLITS}
+    for model in MODELS:
+        flags = f"{model.flags} {model.ring}"
+        # scripts, and layers of Megatron in development
+        if any(word in flags for word in (".py", "kda", "gated_delta_product")):
+            continue
+        split = splits[model.splits[0] if model.splits else "cp2"]
+        sizes = (
+            f"--context-parallel-size {split.cp} --tensor-model-parallel-size {split.tp} "
+            f"--pipeline-model-parallel-size {split.pp} --num-layers {model.layers}"
+        )
+        talks = f"--sft --seq-length {model.sequence}" if "sft" in model.data else ""
+        experts = f"--expert-model-parallel-size {model.experts}"
+        ranks = split.cp * split.tp * split.pp * split.dp
+        yield Job(f"parity {model.name}", ranks, f"{sizes} {talks} {experts} {flags}")
+
+
+DOCUMENTED = (
+    *(Job(name, 2, flags) for name, flags in _DOCUMENTED.items()),
+    Job("two levels", 4, f"{UNTIED} --context-parallel-size 4 {_TWO_LEVELS}"),
+    Job("stock average", 2, f"{UNTIED} --cp-ring-stock-loss-average", by_script=True),
+    *_of_parity(),
+)
+"""Right jobs with the flags of the documentation that no other one draws."""
+UNDRAWN = {
+    "needs TransformerEngine or kernels that are not on a CPU": (
+        "--cp-ring-beneath --cpu-offloading-num-layers --defer-embedding-wgrad-compute "
+        "--delay-wgrad-compute --fine-grained-activation-offloading --mla-down-proj-fusion "
+        "--offload-modules --overlap-moe-expert-parallel-comm --transformer-impl"
+    ),
+    "rejected": (
+        "--batch-invariant-mode --cuda-graph-impl --cuda-graph-modules --hybrid-context-parallel"
+    ),
+    "read by scripts alone": "--fim-data",
+    "of checkpoints, the end of a job or its certificate": (
+        "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --load "
+        "--no-cp-ring-certify --save --save-retain-interval"
+    ),
+    "of files": "--data-cache-path --data-path --tokenizer-model",
+}
+"""Flags of the documentation that no right job draws, by the reason."""
 
 
 def _of_other_layers(number, hybrid, ranks, by_script, more):

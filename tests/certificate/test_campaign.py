@@ -2,20 +2,24 @@
 fault of each kind is stopped, and right jobs pass.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cp_ring.megatron.flags.argument_parser import build_parser
 from tests.certificate import __main__ as campaign
 from tests.certificate import checkouts
 from tests.certificate.faults import DATA, DATA_OF_TP, FAULTS, OF_BORDERS, OF_MEANS, SUBTLE
 from tests.certificate.jobs import (
     CONVERSATIONS,
+    DOCUMENTED,
     FAULTY,
     OSS,
     REAL,
     REAL_OF_EXPERTS,
+    UNDRAWN,
     Job,
     real_job,
     right_job,
@@ -23,7 +27,8 @@ from tests.certificate.jobs import (
 from tests.parity.models import EXPERTS, UNTIED
 
 # a user's script, where no Megatron-LM is at hand
-SMALL = str(Path(__file__).parents[1] / "megatron" / "small_script.py")
+ROOT = Path(__file__).parents[2]
+SMALL = str(ROOT / "tests" / "megatron" / "small_script.py")
 PACKING = str(Path(SMALL).with_name("packing_script.py"))
 SAMPLE = ("label at a chunk's border", "loss divided by cp twice", "fractional weights rounded")
 KINDS = {
@@ -41,15 +46,12 @@ KINDS = {
     "documents": ("documents", "boundary shifted by one"),
     "recurrent state": ("hybrid-documents", "states run across documents"),
     "states of branches": ("hybrid-branches", "states begin anew on each rank"),
-    "pipeline stages": ("production", "documents lost on later stages"),
     "virtual stages": ("production", "documents lost on virtual stages"),
     "recomputation": ("production", "kept output halved"),
     "microbatches": ("production", "second microbatch lost"),
     "latent gradient": ("latents", "rotated part not returned"),
     "collate function": ("production", "labels shifted by the collate function"),
-    "data set": ("production", "labels not shifted by the data set"),
     "sampler": ("production", "rows of another context-parallel rank"),
-    "sampler of stages": ("production", "rows of another stage"),
     "documents of a rank": ("production", "documents lost on the second rank"),
 }
 """Kinds of faults: a job, and a fault that is planted in it."""
@@ -165,6 +167,22 @@ def test_a_job_that_fails_is_no_stopped_fault(tmp_path):
 def test_flags_of_real_scripts_get_as_far_as_the_first_step(tmp_path, number):
     """Their certificate passes and leaves the process as it was; then the model is built."""
     passes(campaign.examine(real_job(number, 4, number % 2 == 1), SMALL, tmp_path), changed={})
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["mask or none", "gradients in bfloat16"])
+def test_flags_of_the_documentation(tmp_path, name):
+    (job,) = (job for job in DOCUMENTED if job.name == name)
+    passes(campaign.examine(job, "", tmp_path))
+
+
+def test_right_jobs_have_every_training_flag_of_the_documentation():
+    known = {word for action in build_parser()._actions for word in action.option_strings}
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    named = {word for page in pages for word in re.findall(r"--[a-z][\w-]+", page.read_text())}
+    jobs = [*DOCUMENTED, *(right_job(number, True) for number in range(200))]
+    drawn = {word for job in jobs for word in job.argv()}
+    assert named & known - drawn == set(" ".join(UNDRAWN.values()).split()) & known
 
 
 def test_there_are_at_least_40_flags_of_real_scripts():

@@ -30,7 +30,7 @@ JOBS = {
     "balanced": f"{UNTIED} --cp-ring-document-mask --cp-ring-layout balanced --bf16",
     "declared": f"{UNTIED} --cp-ring-mask-kinds shared-prefix,images,global,causal",
     "declared_balanced": (
-        f"{UNTIED} --cp-ring-mask-kinds tree,shared-prefix,causal --cp-ring-layout balanced --window-size "
+        f"{UNTIED} --cp-ring-mask-kinds tree --cp-ring-layout balanced --window-size "
         "5,0 --window-attn-skip-freq 2 --mtp-num-layers 1 --micro-batch-size 2"
     ),
     "moe": (

@@ -139,8 +139,8 @@ def test_a_job_that_a_nan_has_stopped_starts_again_from_what_megatron_saved(tmp_
 
 @pytest.mark.ci
 def test_a_job_that_is_killed_in_its_saves_resumes(tmp_path):
-    outcomes = kills.run(tmp_path, 2, random.Random(0), [])
-    assert [outcome.problem for outcome in outcomes] == ["", ""]
+    (outcome,) = kills.run(tmp_path, 1, random.Random(0), [])
+    assert outcome.problem == ""
 
 
 def test_a_tracker_alone_is_all_that_a_frozen_job_has_written(tmp_path):

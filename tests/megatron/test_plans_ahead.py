@@ -99,7 +99,7 @@ def test_what_never_trains_does_not_pile_up():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("script", [False, True])
+@pytest.mark.parametrize("script", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_job_makes_no_plan_itself_and_trains_the_same(tmp_path, script):
     flags = shlex.split("""
         --cp-ring --cp-ring-cpu --context-parallel-size 2 --tensor-model-parallel-size 2

@@ -117,7 +117,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def often(name, rare):
+    """A parametrization of which one case is a slow test."""
+    kept = "os.kill(os.getpid(), signal.SIGKILL)" if name == "end" else "PersistentAsyncCaller"
+    return pytest.mark.parametrize(name, [kept, pytest.param(rare, marks=pytest.mark.slow)])
+
+
+@often("end", "sys.exit()")
 def test_a_child_outlives_all_but_its_parent_whoever_starts_it(end, tmp_path):
     """Slurm and torchrun send signals to the children of a rank too: to data loader workers, and to
     the writers of --async-save, whichever strategy starts them.
@@ -206,13 +212,13 @@ def write():
 """
 
 
-@pytest.mark.parametrize("caller", ["TemporalAsyncCaller", "PersistentAsyncCaller"])
+@often("caller", "TemporalAsyncCaller")
 def test_an_asynchronous_save_is_written_whatever_signals_come(caller, tmp_path):
     done = run(tmp_path, WRITER.replace("# THEN", SAVE.format(caller=caller)))
     assert done.returncode == 0 and done.stdout.endswith("written\n"), done.stderr
 
 
-@pytest.mark.parametrize("end", ["return", "os.kill(os.getpid(), signal.SIGKILL)"])
+@often("end", "return")
 def test_the_checkpoint_writer_starts_and_works_whatever_signals_come(end, tmp_path):
     """torchrun sends its SIGTERM to the process group of each rank, Slurm to every process: also to
     the server of the queue through which Megatron's writer answers, which the first save spawns.

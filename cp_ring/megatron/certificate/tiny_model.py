@@ -44,7 +44,7 @@ KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
     hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl attention_backend
     recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
-    kv_channels softmax_scale softmax_type window_size
+    kv_channels softmax_scale softmax_type window_size qk_layernorm qk_l2_norm
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func
     moe_router_topk moe_aux_loss_coeff moe_z_loss_coeff calculate_per_token_loss mtp_num_layers
@@ -53,7 +53,7 @@ KEPT = """
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_loss_coeff
 """
 """Fields of the job's `TransformerConfig` that its tiny model keeps, because context parallelism
-depends on them. Other fields have Megatron's default.
+depends on them, or layer specifications do. Other fields have Megatron's default.
 """
 
 
