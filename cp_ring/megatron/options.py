@@ -179,7 +179,8 @@ class Options(Settings, CallSettings):
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds in `mask_kinds`, and causal, which a batch without a mask is."""
-        return tuple(dict.fromkeys(f"{self.mask_kinds},causal".split(","))) if self.mask_kinds else ()
+        declared = (*self.mask_kinds.split(","), "causal") if self.mask_kinds else ()
+        return tuple(dict.fromkeys(declared))
 
     def of_ring(self) -> dict[str, Any]:
         """Return what TransformerEngine's arguments do not settle: options of `use_ring`."""
