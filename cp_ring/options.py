@@ -119,9 +119,9 @@ class CallSettings:
         return WIRES.get(self.wire, WIRES["plain"]).widening
 
     @property
-    def rounding_of_gradients(self) -> float:
-        """Return the bound of gradients that travel in bfloat16 by this setting; 0 without it."""
-        return 6e-3 if self.wire_dtype == "bfloat16" else 0.0
+    def rounding(self) -> bool:
+        """Return True if partial gradients travel in bfloat16 whatever the input is."""
+        return self.wire_dtype == "bfloat16"
 
 
 def either(names: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ ROOMS = (
     room("options and choices", 4_000, 2_300, """cp_ring/megatron/option_values.py
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 740, "cp_ring/megatron/newest_checkpoint.py"),
-    room("certificate", 15_500, 15_500, "cp_ring/megatron/certificate"),
+    room("certificate", 15_500, 15_530, "cp_ring/megatron/certificate"),
     room("patches", 10_000, 9_790, "patches"),
     room("train", 3_500, 3_580, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
@@ -96,10 +96,10 @@ ROOMS = (
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
     room("ring 1: the library", 107_000, 106_830, _LIBRARY),
-    room("ring 2: Megatron", 67_000, 66_620, _ADAPTER),
+    room("ring 2: Megatron", 67_000, 66_650, _ADAPTER),
     room("ring 3: tools", 22_000, 22_090, "cp_ring/tools"),
-    room("all", 196_000, 195_530, "cp_ring patches"),
-    room("tests", 220_000, 247_170, "tests"),
+    room("all", 196_000, 195_550, "cp_ring patches"),
+    room("tests", 220_000, 247_200, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -170,10 +170,18 @@ def test_flags_of_real_scripts_get_as_far_as_the_first_step(tmp_path, number):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["mask or none", "gradients in bfloat16"])
-def test_flags_of_the_documentation(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, fault",
+    [
+        ("mask or none", "siblings seen"),
+        ("gradients in bfloat16", "gradients of one hop twice"),
+    ],
+)
+def test_flags_of_the_documentation(tmp_path, name, fault):
     (job,) = (job for job in DOCUMENTED if job.name == name)
-    passes(campaign.examine(job, "", tmp_path))
+    right, faulty = examine(replace(job, faults=(fault,)), tmp_path, "")
+    passes(right)
+    assert faulty["rejections"]
 
 
 def test_right_jobs_have_every_training_flag_of_the_documentation():

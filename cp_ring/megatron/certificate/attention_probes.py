@@ -193,7 +193,7 @@ class ExaminedLayers:
                 error, where = found[name] - expected, f"layer {number}"
                 bound = BOUNDS[self.dtype] + used.widening
                 if name in ("dk", "dv"):
-                    bound = max(bound, used.rounding_of_gradients)
+                    bound = max(bound, used.rounding * BOUNDS[torch.bfloat16])
                 if name == "dsink":
                     bound *= SINK_FACTOR
                 else:

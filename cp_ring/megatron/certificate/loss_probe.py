@@ -21,6 +21,7 @@ import torch
 
 from cp_ring.megatron import settings
 from cp_ring.megatron.certificate import batch_probe
+from cp_ring.megatron.certificate.attention_probes import BOUNDS
 from cp_ring.megatron.certificate.batch import Batch, own_device, shared_items, worst_of
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds, masks_of
 from cp_ring.megatron.certificate.report import Certificate, Probe
@@ -128,10 +129,10 @@ def _probe_loss(
     fine = args.params_dtype == torch.float32 or used.enabled
     of_losses, of_gradients = (1e-4, 1e-4) if fine and not wanted.is_cuda else (1e-2, 1e-1)
     of_losses += used.widening
-    of_gradients += 10 * used.widening + used.rounding_of_gradients
+    of_gradients += 10 * used.widening + used.rounding * BOUNDS[torch.bfloat16]
     about = "tiny model", batch.mask
-    place = f"worst at {worst_of(difference, batch.mine.repeat(len(masks), 1))}"
     error = float(difference.norm() / wanted.norm())
+    place = f"worst at {worst_of(difference, batch.mine.repeat(len(masks), 1))}"
     yield Probe("loss of each token", *about, error, of_losses, place)
     sums = ours.sums and not used.stock_loss_average
     if not (args.calculate_per_token_loss or sums):
@@ -147,8 +148,8 @@ def _probe_loss(
     for name, gradient in truth.gradients.items():
         error = float((ours.gradients[name] - gradient).norm())
         error /= max(least, norms[name]) or math.nan
-        what = "gradients", *about, error, of_gradients
-        yield Probe(*what, f"worst in {name}; labels that the loss mask hides are others")
+        place = f"worst in {name}; labels that the loss mask hides are others"
+        yield Probe("gradients", *about, error, of_gradients, place)
 
 
 def _probe_microbatch(
