@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import sys
+import time
 from typing import Annotated
 
 import typer
@@ -32,13 +31,14 @@ def main(
     wanted = matrix.cells(
         _names(models, MODELS, "--models"), _names(splits, SPLITS, "--splits"), planted
     )
-    verdicts = list(
-        matrix.run(wanted, tell=functools.partial(print, file=sys.stderr, flush=True)).values()
-    )
+    begun = time.monotonic()
+
+    def tell(verdict):
+        typer.echo(f"{time.monotonic() - begun:6.0f} s  {line(verdict)}", err=as_json)
+
+    verdicts = matrix.run(wanted, tell=tell).values()
     if as_json:
         print(json.dumps([verdict.as_dict() for verdict in verdicts], indent=1))
-    else:
-        print(*map(line, verdicts), sep="\n")
     raise typer.Exit(int(not all(verdict.expected for verdict in verdicts)))
 
 

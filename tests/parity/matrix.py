@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -269,19 +268,24 @@ def cells(models=(), splits=(), planted=False):
     ]
 
 
-def run(wanted, folder=None, tell=lambda line: None):
-    """Trains the cells and their baselines, each once; calls `tell` with a line after each job."""
-    wanted, outcomes = list(wanted), {}
-    jobs = {job.name: job for cell in wanted for job in cell.jobs()}
+def run(wanted, folder=None, tell=lambda verdict: None):
+    """Trains the cells and their baselines, each job once; calls `tell` with each verdict as soon as
+    it is there.
+    """
+    outcomes, verdicts = {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         where = folder or Path(temporary)
-        for name, job in jobs.items():
-            begun = time.monotonic()
-            flags = common(job.data, where)
-            kind = job.data.removeprefix(JOINED)
-            mocked = job.data.removesuffix(kind) if kind in FILES else job.data
-            outcomes[name] = attempt(
-                job.ranks, name, job.argv(where), where, flags, job.fault, mocked
-            )
-            tell(f"{len(outcomes)} of {len(jobs)}: {name}, {time.monotonic() - begun:.1f} s")
-    return {cell: verdict(cell, outcomes) for cell in wanted}
+        for cell in wanted:
+            for job in cell.jobs():
+                if job.name not in outcomes:
+                    outcomes[job.name] = _outcome(job, where)
+            verdicts[cell] = verdict(cell, outcomes)
+            tell(verdicts[cell])
+    return verdicts
+
+
+def _outcome(job, folder):
+    kind = job.data.removeprefix(JOINED)
+    mocked = job.data.removesuffix(kind) if kind in FILES else job.data
+    flags = common(job.data, folder)
+    return attempt(job.ranks, job.name, job.argv(folder), folder, flags, job.fault, mocked)
