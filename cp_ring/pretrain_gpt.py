@@ -26,8 +26,11 @@ _OF_SCRIPT = (
     "--per-dataset-sequences-path",
     "--check-for-spiky-loss",
     "--hybrid-context-parallel",
+    "--dynamic-context-parallel",
     "--sequence-packing-scheduler",
     "--use-varlen-dataset",
+    "--varlen-",
+    "--sft-mock-",
 )
 """How flags begin that Megatron's `pretrain_gpt.py` reads and this module does not."""
 

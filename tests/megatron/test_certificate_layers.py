@@ -3,9 +3,9 @@ first ones, which show each kind.
 """
 
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
+from megatron.core.transformer import TransformerConfig
 
 from cp_ring.megatron.certificate import tiny_model
 from cp_ring.megatron.certificate.layer_kinds import find_layer_kinds
@@ -29,15 +29,8 @@ def flags(pattern, **more):
 
 
 def configuration(**more):
-    values = {
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 16,
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "cp_comm_type": "p2p",
-    }
-    return SimpleNamespace(**values | more)
+    values = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    return TransformerConfig(**values | more)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +70,14 @@ def test_linear_attention_of_a_gpt_model(every, letters, count):
     ],
 )
 def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
-    args, config = flags("", num_layers=6, **more), configuration(**more)
+    args, config = flags("", num_layers=6, **more), configuration()
+    config.cp_comm_type = more.get("cp_comm_type")
     assert tiny_model.number_of_layers(args, config, find_layer_kinds(args, config)) == count
 
 
 def test_what_no_tiny_model_has_is_named():
     args = flags("", moe_expert_capacity_factor=0.5, moe_router_load_balancing_type="sinkhorn")
-    config = configuration(cpu_offloading=True, expert_model_parallel_size=2)
+    config = configuration(cpu_offloading=True, expert_model_parallel_size=2, num_moe_experts=2)
     assert tiny_model.uncovered_layers(args, config) == [
         "the capacity of experts (which Megatron defines by the tokens of a rank)",
         "Sinkhorn routing (which Megatron defines by the tokens of a rank)",

@@ -9,22 +9,24 @@ import pytest
 from cp_ring import pretrain_gpt
 from cp_ring.megatron.rejection import Rejected
 
-# `args.*` of pretrain_gpt.py of core_v0.18.2, core_v0.19.0 and main of 2026-11; the checkout lane
-# compares it with a checkout
+# `args.*` of pretrain_gpt.py of core_v0.18.2, core_v0.19.0, main and dev of 2026-11; the checkout
+# lane compares it with a checkout
 READ = """
     allow_ambiguous_pad_tokens check_for_nan_in_loss_and_grad check_for_spiky_loss
     context_parallel_size create_attention_mask_in_dataloader data_cache_path data_parallel_size
     dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking
-    eod_mask_loss fim_data fim_eod_token fim_fragment_rate fim_middle_token fim_no_prefix
-    fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate fim_suffix_token
-    full_validation hybrid_context_parallel logits_load_decode_threads logits_load_dir
-    logits_load_ignore_errors logits_load_kd_loss_alpha logits_load_msc_prefetch_depth
-    logits_load_prefetch_factor micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data
-    modelopt_enabled multiple_validation_sets num_dataset_builder_threads object_storage_cache_path
+    dynamic_context_parallel eod_mask_loss fim_data fim_eod_token fim_fragment_rate
+    fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample
+    fim_spm_rate fim_suffix_token full_validation hybrid_context_parallel
+    logits_load_decode_threads logits_load_dir logits_load_ignore_errors
+    logits_load_kd_loss_alpha logits_load_msc_prefetch_depth logits_load_prefetch_factor
+    micro_batch_size mid_level_dataset_surplus mmap_bin_files mock_data modelopt_enabled
+    multiple_validation_sets num_dataset_builder_threads object_storage_cache_path
     overlap_moe_expert_parallel_comm per_dataset_sequences_path pipeline_model_parallel_size
     reset_attention_mask reset_position_ids seed seq_length sequence_packing_scheduler
-    sequence_parallel sft split use_varlen_dataset
-    tensor_model_parallel_size untie_embeddings_and_output_weights
+    sequence_parallel sft sft_mock_dataset_config_json split tensor_model_parallel_size
+    untie_embeddings_and_output_weights use_varlen_dataset varlen_mock_dataset_config_json
+    varlen_sbhd_validation
 """
 # Megatron's loop itself has them; a flag of ModelOpt is in no parser but that of the script; masks
 # of s x s tokens are never made

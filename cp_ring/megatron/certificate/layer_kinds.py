@@ -76,12 +76,10 @@ def find_layer_kinds(args: argparse.Namespace, config: Any) -> list[LayerKind]:
     heads = config.num_attention_heads // tp
     most = math.isqrt(MAX_SCORES // heads // args.micro_batch_size)
     scale, d, e = declared_scale(config)
-    sink, kinds = getattr(config, "softmax_type", "vanilla"), []
+    sink, kinds = config.softmax_type, []
     for (window, comm_type, key_heads), numbers in alike.items():
         units = min(-(-2 * (window[0] + 1) // unit), most // unit)
-        groups = (
-            heads if getattr(config, "multi_latent_attention", False) else max(1, key_heads // tp)
-        )
+        groups = heads if config.multi_latent_attention else max(1, key_heads // tp)
         sizes = heads, groups, d, e, max(1, units) * unit
         kinds.append(LayerKind(tuple(numbers), window, scale, sink, *sizes, comm_type))
     return kinds
@@ -129,9 +127,9 @@ def declared_scale(config: Any) -> tuple[float, int, int]:
     """Return the factor of the scores, and the head sizes of keys and values, by Megatron's own
     rules.
     """
-    if not getattr(config, "multi_latent_attention", False):
+    if not config.multi_latent_attention:
         d = config.kv_channels
-        return getattr(config, "softmax_scale", None) or d**-0.5, d, d
+        return config.softmax_scale or d**-0.5, d, d
     d = config.qk_head_dim + config.qk_pos_emb_head_dim
     factor, mscale = config.rotary_scaling_factor, config.mscale_all_dim
     stretch = 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -107,7 +107,7 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     # slow to import, and installed with Megatron only
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    latent = getattr(config, "multi_latent_attention", False)
+    latent = config.multi_latent_attention
     made = MLATransformerConfig if latent else TransformerConfig
     tp, letters = config.tensor_model_parallel_size, letters_of(args)
     sharing = config.num_attention_heads // config.num_query_groups
@@ -149,7 +149,7 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
             "dsa_indexer_scoring_relu": False,  # scores would be equal, and Megatron selects any
             "dsa_indexer_rotate_activation": False,  # for bfloat16 only; changes no product
         }
-    if letters or getattr(config, "is_hybrid_model", False):
+    if letters or config.is_hybrid_model:
         heads = lcm(getattr(args, "mamba_num_groups", None) or 1, tp * args.context_parallel_size)
         values |= {"mamba_num_heads": heads} | dict.fromkeys(SIZES_OF_STATES.split(), STATE)
     return made(**compat.known_arguments(made, values))
@@ -183,7 +183,7 @@ def number_of_layers(args: argparse.Namespace, config: Any, kinds: list[LayerKin
 
     A program builds a hybrid model of its own pattern, so its tiny model has all layers.
     """
-    if hasattr(args, "transformer_config") and getattr(config, "is_hybrid_model", False):
+    if hasattr(args, "transformer_config") and config.is_hybrid_model:
         return int(args.num_layers)
     main, *further = letters_of(args).split("/")
     experts = expert_layers(args) if getattr(args, "num_experts", None) else ()
@@ -204,7 +204,7 @@ def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
         f"the capacity of experts ({by_rank})": getattr(args, "moe_expert_capacity_factor", None),
         f"Sinkhorn routing ({by_rank})": "sinkhorn"
         in (getattr(args, "moe_router_load_balancing_type", None) or ""),
-        "experts of other ranks": getattr(config, "expert_model_parallel_size", 1) > 1,
+        "experts of other ranks": config.expert_model_parallel_size > 1,
         "activations in host memory": any(getattr(config, name, False) for name in offloads),
     }
     return [text for text, uncovered in texts.items() if uncovered]
