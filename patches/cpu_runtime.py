@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import resource
 import warnings
@@ -23,8 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from cp_ring.megatron.compat import has_training_loop
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.compat import functions_uncompiled, has_training_loop
 from cp_ring.patches.patch import Patch, Replacement
 
 CPU = torch.device("cpu")
@@ -204,20 +202,6 @@ def _torch_replacements() -> Iterator[Replacement]:
     yield torch.Tensor, "pin_memory", _itself
     yield torch.Tensor, "record_stream", _nothing
     yield torch.nn.Module, "cuda", _itself
-
-
-def functions_uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Make `torch.compile` return functions unchanged. They run eagerly on the CPU, and importing
-    the compiler is a third of Megatron's import time.
-    """
-    compile_with_torch = torch.compile
-
-    def uncompiled(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return functools.partial(uncompiled, **options)
-        return model if inspect.isfunction(model) else compile_with_torch(model, **options)
-
-    return replaced((torch, "compile", uncompiled))
 
 
 def _megatron_replacements() -> Iterator[Replacement]:

@@ -8,7 +8,9 @@ come before Megatron.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import inspect
 import runpy
 import sys
 from collections.abc import Callable
@@ -114,6 +116,23 @@ def logits_without_te(args: argparse.Namespace) -> AbstractContextManager[None]:
     """
     names = () if has_transformer_engine() else ("qk_clip", "log_max_attention_logit")
     return replaced(*((args, name, False) for name in names))
+
+
+def functions_uncompiled() -> AbstractContextManager[None]:
+    """Make `torch.compile` return functions unchanged: for the CPU, on which they run eagerly, and
+    for processes that read Megatron's flags alone. Importing the compiler is a third of Megatron's
+    import time.
+    """
+    import torch  # imported here because most early checks need no torch
+
+    compile_with_torch = torch.compile
+
+    def uncompiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(uncompiled, **options)
+        return model if inspect.isfunction(model) else compile_with_torch(model, **options)
+
+    return replaced((torch, "compile", uncompiled))
 
 
 def within(versions: str, version: str | None = None) -> bool:

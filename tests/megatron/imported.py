@@ -10,7 +10,7 @@ import pkgutil
 import sys
 import warnings
 
-from cp_ring.patches.cpu_runtime import functions_uncompiled
+from cp_ring.megatron.compat import functions_uncompiled
 
 gc.disable()
 

@@ -19,7 +19,7 @@ from tests.recurrent.test_states import sent
 @pytest.fixture(scope="module")
 def kernels():
     """Imports Megatron when the first test runs."""
-    from cp_ring.patches.cpu_runtime import functions_uncompiled
+    from cp_ring.megatron.compat import functions_uncompiled
 
     with functions_uncompiled():
         from tests.parity import recurrent

@@ -81,7 +81,7 @@ def reject(message, code=2):
 
 def import_stand_ins(argv):
     """Imports the stand-ins for CUDA kernels before the patches are applied, which wrap them."""
-    from cp_ring.patches.cpu_runtime import functions_uncompiled
+    from cp_ring.megatron.compat import functions_uncompiled
 
     if STAND_INS in argv:
         with functions_uncompiled():

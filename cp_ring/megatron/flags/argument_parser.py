@@ -10,6 +10,7 @@ from functools import partial
 from typing import NoReturn
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.compat import functions_uncompiled
 from cp_ring.megatron.options import Options
 
 
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     Raises `ConfigError` if Megatron cannot be imported.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), functions_uncompiled():
             # Megatron warns here about optional packages; the ranks print these warnings again.
             warnings.simplefilter("ignore")
             from megatron.training.arguments import add_megatron_arguments
