@@ -472,7 +472,7 @@ class RingTrainer(Trainer):
 
             self.label_smoother: Any = smoothed
         if self.compute_loss_func is not None:
-            self.compute_loss_func = partial(self._of_whole_rows, self.compute_loss_func)
+            self.compute_loss_func: Any = partial(self._of_whole_rows, self.compute_loss_func)
 
     def _get_dataloader(self, *args: Any, **named: Any) -> DataLoader:
         """Let accelerate deal rows over groups of ranks."""
