@@ -2,7 +2,9 @@
 among worker processes.
 """
 
+import contextlib
 import faulthandler
+import importlib
 import multiprocessing as mp
 import os
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from cp_ring import patches
 from cp_ring.comm.codecs import CODECS
 from cp_ring.kernels import REGISTRY
+from cp_ring.megatron.compat import functions_uncompiled
 from cp_ring.plan.layout import LAYOUTS
 from cp_ring.plan.routes import ROUTES
 from cp_ring.plan.sizes.attention_sizes import WIRES
@@ -23,6 +26,10 @@ from tests.rank_pool import Ranks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # collects tests, most of which need Megatron
+    with functions_uncompiled(), contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core")
 
 # What takes longest starts first, so that no worker is busy with it at the end when the others have
 # nothing left to do. Roughly in descending order of wall time; a name is that of a group (see

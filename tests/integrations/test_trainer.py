@@ -1,7 +1,6 @@
 """RingTrainer trains, evaluates and orders rows as transformers' Trainer does on one rank."""
 
 import os
-import sys
 import tempfile
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from tests.megatron.launch import launch
+from tests.megatron import worker
+from tests.megatron.launch import fork
 from tests.rings import said
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -150,13 +150,17 @@ def rejected(folder):
     } | {"context_parallel_size": said(trainer_of, "accumulation", 3, folder)}
 
 
-def main(out, cp):
-    """Is a rank of torch's launcher: trains in all ways, and saves the results in `out`."""
+def rank(rank, ranks, port, out, cp):
+    """Is rank `rank` of `ranks`, whose store the launcher holds at `port`: trains in all ways, and
+    saves the results in `out`.
+    """
+    os.environ |= worker.place(rank, ranks, port)
+    worker.output_to(out / "log")
     with tempfile.TemporaryDirectory() as folder:
         results = {way: trained(way, cp, folder) for way in WAYS}
         if cp:
             results["rejected"] = rejected(folder)
-    torch.save(results, f"{out}/{cp}.{os.environ['RANK']}.pt")
+    torch.save(results, out / f"{cp}.{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -165,8 +169,7 @@ def results(tmp_path_factory):
     """Of Trainer on one rank, and of each of two ranks."""
     out = tmp_path_factory.mktemp("trained")
     for ranks, cp in ((1, 0), (2, 2)):
-        done = launch(ranks, ["-m", "tests.integrations.test_trainer", str(out), str(cp)])
-        assert done.returncode == 0, done.stdout[-3000:]
+        assert not fork(ranks, (out, cp), target=rank), (out / "log").read_text()[-3000:]
     return [torch.load(out / name, weights_only=False) for name in ("0.0.pt", "2.0.pt", "2.1.pt")]
 
 
@@ -190,7 +193,3 @@ def test_what_it_cannot_follow_is_one_line(results):
     for ours in results[1:]:
         for name, line in ours["rejected"].items():
             assert name in line and "\n" not in line
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

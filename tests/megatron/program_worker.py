@@ -1,19 +1,16 @@
-"""One of four ranks of a program on megatron.core alone, whose attention `enable` replaced:
-`program_worker.py FOLDER`.
-
-Rank 0 writes what they find to FOLDER/found.json.
+"""One of four ranks of a program on megatron.core alone, whose attention `enable` replaced. Rank 0
+writes what they find to found.json.
 """
 
 import contextlib
 import io
 import json
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+import os
 
 import torch
 import torch.distributed as dist
+
+from tests.megatron import worker
 
 
 def main(folder):
@@ -151,7 +148,12 @@ def rejection(call):
     return ""
 
 
-if __name__ == "__main__":
+def rank(rank, ranks, port, folder):
+    """Is rank `rank` of `ranks`, whose store the launcher holds at `port`; its output goes to
+    `folder`/log.
+    """
+    os.environ |= worker.place(rank, ranks, port)
+    worker.output_to(folder / "log")
     dist.init_process_group("gloo")
-    main(Path(sys.argv[1]))
+    main(folder)
     dist.destroy_process_group()

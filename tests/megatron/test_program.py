@@ -15,7 +15,8 @@ from cp_ring import Options, patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, program, settings
 from cp_ring.megatron.adapter.config import in_force
-from tests.megatron.launch import HERE, launch
+from tests.megatron import program_worker
+from tests.megatron.launch import fork
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -27,8 +28,8 @@ no_cuda = pytest.mark.skipif(
 @pytest.mark.ci
 def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_path):
     """docs/examples/megatron_core.py at cp 2 x dp 2 and at dp 4; a wrong split."""
-    done = launch(4, [str(HERE / "program_worker.py"), str(tmp_path)])
-    assert done.returncode == 0, done.stdout[-6000:]
+    failed = fork(4, (tmp_path,), target=program_worker.rank)
+    assert not failed, (tmp_path / "log").read_text()[-6000:]
     found = json.loads((tmp_path / "found.json").read_text())
     # what follows is the git revision of the folder around it
     release, _, _ = compat.megatron_version().partition("+")

@@ -98,7 +98,7 @@ def test_a_new_user(folder):
     assert list((folder / "corpora").iterdir()) == [corpus]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_certificate_alone(folder):
     settings = {"cp_ring.certify": "only", "megatron.context_parallel_size": 2}
     done = train(folder, TINY | settings)
