@@ -38,7 +38,7 @@ from cp_ring.tools.terminal import (
     show_table,
 )
 
-MAX_TOKENS = 1 << 30  # the proof marks each token with a byte
+MAX_TOKENS = 1 << 26  # of a batch row; the proof of one so long takes minutes, and 4 GB
 MIB = 1 << 20
 MAX_RANKS_SHOWN, MAX_RANKS_COUNTED = 32, 256  # of the kernel calls of each rank
 
@@ -104,10 +104,12 @@ def plan_command(
     if not asked.cp:
         raise PlanError("--cp: give the context-parallel ranks, or a JOB")
     n = asked.n
-    if n is not None and not 1 <= n <= MAX_TOKENS:
-        raise PlanError(f"--seq-length {n}: it must be at least 1 and at most {MAX_TOKENS}")
+    if n is not None and n < 1:
+        raise PlanError(f"--seq-length {n}: it must be at least 1")
     rows, packed = packed_rows(lengths, n) if lengths is not None else ([None], "")
     masks = [make_mask(n, asked.window, full, row) for row in rows]
+    if (tokens := masks[0].n) > MAX_TOKENS:
+        raise PlanError(f"a batch row of {tokens} tokens: give --seq-length, at most {MAX_TOKENS}")
     assumed, compared = Conditions(asked.sizes, node=asked.ranks_per_node), []
     if lengths is not None and layout is head_parallel is None:
         compared = compare(masks, asked, assumed)
@@ -356,9 +358,9 @@ def _lines(plan: Plan, facts: dict[str, Any]) -> Iterator[str]:
         "forward"
     )
     sources = ", ".join(map(str, group_sizes(ring.schedule)[:MAX_RANKS_SHOWN])) or "none"
-    calls = facts["kernel_calls_per_rank"]
-    most = f"; at most {max(calls)} kernel calls of a rank in forward (flash)"
-    yield f"remote sources of each hop: {sources}{most if calls else ''}"
+    calls = max(facts["kernel_calls_per_rank"] or [0])
+    most = f"; at most {calls} kernel calls of a rank in forward (flash)"
+    yield f"remote sources of each hop: {sources}{most * (calls > 0)}"
     yield (
         f"a layer takes {1e3 * times['forward_s']:.3g} ms forward, {1e3 * times['both_s']:.3g} ms "
         f"with backward (predicted), of which it waits {1e3 * times['waits_both_s']:.3g} ms; "

@@ -57,6 +57,10 @@ def test_numbers_are_those_of_the_plan():
     )
 
 
+def test_kernel_calls_of_many_ranks_are_not_counted():
+    assert "kernel calls" not in invoke("--seq-length 4K --cp 512 --window 128")
+
+
 def test_heads_inside_a_node_send_keys_once_to_each_other_node():
     line = "--seq-length 512K --cp 64 --kv-heads 8 --heads 64 --full"
     direct, heads = (
@@ -164,7 +168,8 @@ def test_a_job_has_the_sizes_of_its_layer():
     [
         ("--seq-length 64", "--cp: give the context-parallel ranks, or a JOB"),
         ("--cp 2", "--seq-length: give the number of tokens of the sequence"),
-        ("--cp 2 --seq-length 2G", "--seq-length 2147483648: it must be at least 1 and at most"),
+        ("--cp 2 --seq-length 0", "--seq-length 0: it must be at least 1"),
+        ("--cp 2 --seq-length 1G", "a batch row of 1073741824 tokens: give --seq-length, at most"),
         (f"{USUAL} --layout spiral", "layout='spiral': unknown; known are zigzag"),
         (f"{USUAL} --route spiral", "route='spiral': unknown; known are direct"),
         (f"{USUAL} --head-parallel 3", "heads=3: it must divide the 4 context-parallel ranks"),
