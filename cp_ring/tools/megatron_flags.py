@@ -10,7 +10,8 @@ def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]
     """Return the words of the command line for a setting whose key is Megatron's flag in
     snake_case. The parser says what is wrong with them.
 
-    A list becomes several values, true a flag without a value, and None nothing. False becomes
+    A list becomes several values, or one, as in `128,0` or `[0,1]`, if the flag takes one. True
+    becomes a flag without a value, and None nothing. False becomes
     nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that
     flag.
     """
@@ -32,6 +33,13 @@ def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]
     if value is None:
         return []
     values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    if len(values) > 1 and action is not None and action.nargs is None:
+        text = ",".join(values)
+        try:
+            (action.type or str)(text)  # type: ignore[operator]
+            values = [text]
+        except ValueError:
+            values = [f"[{text}]"]
     # a value that starts with a dash would be read as a flag of its own
     joined = len(values) == 1 and (switch or values[0].startswith("-"))
     return [f"{flag}={values[0]}"] if joined else [flag, *values]

@@ -53,6 +53,13 @@ def job_of(tmp_path, data, *overrides):
         ({"data_path": [0.3, "a", 0.7, "b"]}, shlex.split("--data-path 0.3 a 0.7 b")),
         ({"train_data_path": "a"}, ["--train-data-path", "a"]),
         ({"split": "90,5,5"}, ["--split", "90,5,5"]),
+        (
+            {"split": [90, 5, 5], "window_size": [128, 0]},
+            shlex.split("--split 90,5,5 --window-size 128,0"),
+        ),
+        ({"window_size": [-1, 0]}, ["--window-size=-1,0"]),
+        ({"moe_layer_freq": [0, 1, 1]}, ["--moe-layer-freq", "[0,1,1]"]),
+        ({"recompute_modules": ["mlp", "moe"]}, ["--recompute-modules", "mlp", "moe"]),
         ({"exit_duration_in_mins": -1}, ["--exit-duration-in-mins=-1"]),
     ],
 )

@@ -98,19 +98,19 @@ def test_submitted_killed_warned_finished(cluster):
     The warning comes while the ranks of the second try load.
     """
     settings = {
-        "megatron__save_interval": 10,
-        "megatron__train_iters": 100,
+        "megatron__save_interval": 40,
+        "megatron__train_iters": 200,
         "cp_ring__certify": False,
     }
     job = Job(cluster, "killed", **settings, **CP2)
-    job.reach(15)
+    job.reach(45)
     kill_a_rank(job, os.getpid() % 2, of=2)
     cluster.until(lambda: [*job.run_dir.glob("logs/try-1/rank*")])
     killed_at = job.saved
     job.warn()
     assert job.end() == "COMPLETED", job.logs()
     assert 0 < killed_at == job.starts[1] < job.starts[2] and len(job.starts) == 3
-    assert sorted(job.trace()) == list(range(1, 101)), job.logs()
+    assert sorted(job.trace()) == list(range(1, 201)), job.logs()
     assert " try 0: requeued: failed; " in job.log and " try 1: requeued: warned; " in job.log
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
 
