@@ -4,12 +4,10 @@
 With the installed version tests.parity says more; there this runs only with `-m compat`.
 """
 
-import contextlib
-import importlib.util
-
 import pytest
 
 from tests.parity import matrix
+from tests.parity.models import MODELS
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow]
 
@@ -25,11 +23,13 @@ NAMES = [
     "mamba_document_mask_balanced",
     "qwen3_next",
 ]
-IN_DEVELOPMENT = {"delta_product": "gated_delta_product", "kimi": "gated_delta_net.kda"}
-for _name, _module in IN_DEVELOPMENT.items():
-    with contextlib.suppress(ModuleNotFoundError):  # the folder of the module may be missing
-        if importlib.util.find_spec(f"megatron.core.ssm.{_module}"):
-            NAMES += [_name, f"{_name}_states_document_mask_balanced"]
+IN_DEVELOPMENT = ("delta_product", "kimi")
+NAMES += [
+    f"{model.name}{more}"
+    for model in MODELS
+    for more in ("", "_states_document_mask_balanced")
+    if model.name in IN_DEVELOPMENT and model.available
+]
 CELLS = [*matrix.cells(NAMES, ["cp2"]), *matrix.cells(["causal"], ["cp2"], planted=True)]
 
 

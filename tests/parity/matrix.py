@@ -254,15 +254,17 @@ FILES = {"sft": _conversations, "corpus": _corpus}
 
 
 def cells(models=(), splits=(), planted=False):
-    """The cells of the named models and splits, by default of all. Raises `KeyError` for an unknown
-    name.
+    """The cells of the named models and splits, by default of all that the installed Megatron has.
+    Raises `KeyError` for an unknown name.
     """
     by_model = {model.name: model for model in MODELS}
     by_split = {split.name: split for split in SPLITS}
     chosen = [by_split[name] for name in splits] or list(SPLITS)
     return [
         Cell(model, split, planted)
-        for model in ([by_model[name] for name in models] or MODELS)
+        for model in (
+            [by_model[name] for name in models] or [each for each in MODELS if each.available]
+        )
         for split in chosen
         if not model.splits or split.name in model.splits or split.like in model.splits
     ]

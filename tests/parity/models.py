@@ -4,10 +4,12 @@ more entry.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 SCRIPT = str(Path(__file__).parents[1] / "megatron" / "packing_script.py")
@@ -39,19 +41,19 @@ GATHERED = {"ring": "--cp-ring-schedule gather"}
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
+# with Megatron's --adam-eps 1e-8, Adam makes whole steps of rounding noise: 1.3e-6
 MAMBA = f"""
     {UNTIED} --hybrid-layer-pattern M*M- --spec tests.parity.recurrent hybrid
-    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4 --init-method-std 0.02
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4 --init-method-std 0.02 --adam-eps 1e-5
 """
 DELTA_NET = f"""
     {UNTIED} --hybrid-layer-pattern G*G- --spec tests.parity.recurrent hybrid
     --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 8
     --init-method-std 0.02
 """
-# with Megatron's 1e-8, Adam makes whole steps of rounding noise: 1.3e-6 with two stages
 PRODUCT = MAMBA.replace(
     "parity.recurrent hybrid",
-    "parity.recurrent gated_delta_product_stack_spec --mamba-num-heads 8 --adam-eps 1e-5",
+    "parity.recurrent gated_delta_product_stack_spec --mamba-num-heads 8",
 )
 BOTH = f"""
     {MAMBA.replace("M*M-", "M*G-")} --linear-key-head-dim 8 --linear-value-head-dim 16
@@ -114,6 +116,7 @@ class Model:
         resumes: the split whose checkpoint of step 2 it resumes from; "" if it trains all steps.
         drawn_by_tp: whether each tensor-parallel rank draws some weights for itself.
         rejected: for each split that is rejected, a part of the message.
+        needs: a module of `megatron.core.ssm` that not every version has; "" for none.
     """
 
     name: str
@@ -131,6 +134,14 @@ class Model:
     resumes: str = ""
     drawn_by_tp: bool = False
     rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
+    needs: str = ""
+
+    @property
+    def available(self):
+        """Whether the installed Megatron has its layers."""
+        with contextlib.suppress(ModuleNotFoundError):  # the folder of the module may be missing
+            return find_spec(f"megatron.core.ssm.{self.needs}".rstrip(".")) is not None
+        return False
 
     @property
     def differs_by_tp(self):
@@ -280,9 +291,9 @@ def _one_ring():
     yield replace(sft, ring=sft.ring.replace("128", "512"), data="joined sft")
 
 
-def _alike(name, flags):
+def _alike(name, flags, needs):
     """Models of a kind of layer of Megatron in development."""
-    make = functools.partial(Model, layers=4, tolerance=1e-6, drawn_by_tp=True)
+    make = functools.partial(Model, layers=4, tolerance=1e-6, drawn_by_tp=True, needs=needs)
     order, across = "state in the order of another layout", "state across documents"
     every = ("cp2", "cp4", "tp2cp2", "pp2cp2")
     for ring, way in ((HEADS_WAY, ""), (STATES, "_states")):
@@ -417,8 +428,8 @@ MODELS = (
     Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
         splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
     *_recurrent("mamba", MAMBA),
-    *_alike("delta_product", PRODUCT),
-    *_alike("kimi", KIMI),
+    *_alike("delta_product", PRODUCT, "gated_delta_product"),
+    *_alike("kimi", KIMI, "gated_delta_net.kda"),
     # ranks exchange states of the delta nets and heads of the Mamba layers, and the other way round
     Model("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask", "state across documents",
         f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2", "pp2cp2"),
