@@ -41,10 +41,11 @@ GATHERED = {"ring": "--cp-ring-schedule gather"}
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 DOCUMENTS = f"{UNTIED} --cp-ring-document-mask"
 PREFIXES = "--cp-ring-mask-kinds shared-prefix"
-# with Megatron's --adam-eps 1e-8, Adam makes whole steps of rounding noise: 1.3e-6
+# with Megatron's 1e-8, Adam can make whole steps of rounding noise: 1.1e-6, 1.3e-6 with two stages
+LARGE_EPSILON = "--adam-eps 1e-5"
 MAMBA = f"""
     {UNTIED} --hybrid-layer-pattern M*M- --spec tests.parity.recurrent hybrid
-    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4 --init-method-std 0.02 --adam-eps 1e-5
+    --mamba-head-dim 16 --mamba-state-dim 16 --mamba-num-groups 4 --init-method-std 0.02
 """
 DELTA_NET = f"""
     {UNTIED} --hybrid-layer-pattern G*G- --spec tests.parity.recurrent hybrid
@@ -53,7 +54,7 @@ DELTA_NET = f"""
 """
 PRODUCT = MAMBA.replace(
     "parity.recurrent hybrid",
-    "parity.recurrent gated_delta_product_stack_spec --mamba-num-heads 8",
+    f"parity.recurrent gated_delta_product_stack_spec --mamba-num-heads 8 {LARGE_EPSILON}",
 )
 BOTH = f"""
     {MAMBA.replace("M*M-", "M*G-")} --linear-key-head-dim 8 --linear-value-head-dim 16
@@ -427,7 +428,7 @@ MODELS = (
     Model("resumed", f"{UNTIED} {RESHARDABLE} --softmax-type learnable", "sink dropped", resumes="dp2cp2"),
     Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
         splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
-    *_recurrent("mamba", MAMBA),
+    *_recurrent("mamba", f"{MAMBA} {LARGE_EPSILON}"),
     *_alike("delta_product", PRODUCT, "gated_delta_product"),
     *_alike("kimi", KIMI, "gated_delta_net.kda"),
     # ranks exchange states of the delta nets and heads of the Mamba layers, and the other way round
