@@ -38,7 +38,7 @@ def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]
         try:
             (action.type or str)(text)  # type: ignore[operator]
             values = [text]
-        except ValueError:
+        except (KeyError, ValueError):
             values = [f"[{text}]"]
     # a value that starts with a dash would be read as a flag of its own
     joined = len(values) == 1 and (switch or values[0].startswith("-"))

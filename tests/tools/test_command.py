@@ -69,6 +69,13 @@ def test_settings_to_flags(parser, settings, line):
     ] == line
 
 
+@pytest.mark.parametrize("value, shown", [("warp", "warp"), (["a", "b"], "[a,b]")])
+def test_a_value_that_a_flag_does_not_know_is_one_line(parser, value, shown):
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args(words_of(parser, "attention_backend", value))
+    assert str(caught.value) == f"argument --attention-backend: invalid choice: '{shown}'"
+
+
 def test_boolean_optional_flags_have_both_forms(parser):
     action = next(
         action for action in parser._actions if isinstance(action, argparse.BooleanOptionalAction)

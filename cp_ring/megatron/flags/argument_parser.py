@@ -7,7 +7,7 @@ import difflib
 import re
 import warnings
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.compat import functions_uncompiled
@@ -28,6 +28,14 @@ def _reject_flags(parser: argparse.ArgumentParser, message: str) -> NoReturn:
         unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         message += "".join(_hint(flag, parser) for flag in unknown)
     raise ConfigError(message)
+
+
+def _value_of(parser: argparse.ArgumentParser, action: argparse.Action, text: str) -> Any:
+    """Replace argparse's `_get_value`: a KeyError of a flag's type would end in a traceback."""
+    try:
+        return argparse.ArgumentParser._get_value(parser, action, text)
+    except KeyError:
+        raise argparse.ArgumentError(action, f"invalid choice: {text!r}") from None
 
 
 def _hint(flag: str, parser: argparse.ArgumentParser) -> str:
@@ -66,6 +74,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     help and its errors.
     """
     parser.error = partial(_reject_flags, parser)  # type: ignore[method-assign]
+    parser._get_value = partial(_value_of, parser)  # type: ignore[method-assign]
     Options.add_arguments(parser)
     parser._action_groups.insert(0, parser._action_groups.pop())
     for action in parser._actions:
