@@ -72,7 +72,8 @@ def test_the_script_of_a_checkout(tmp_path, pytestconfig):
         assert len(found) == 10 and found[0] - found[9] > 0.3
 
 
-@pytest.mark.parametrize("most", [pytest.param(40, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [40, 8])
 def test_fine_tuning_on_few_conversations(tmp_path, most):
     file, tokenizer = conversations.write(tmp_path, most=most)
     file.rename(tmp_path / "talks.jsonl")

@@ -49,7 +49,8 @@ def _assembled(path, sm):
 @pytest.mark.parametrize(
     "sm, sizes",
     [
-        *((sm, [128]) for sm in (80, 90, 100)),
+        (90, [128]),
+        *(pytest.param(sm, [128], marks=pytest.mark.slow) for sm in (80, 100)),
         *(pytest.param(sm, [64, 96, 192, 256], marks=pytest.mark.slow) for sm in (80, 90, 100)),
     ],
 )

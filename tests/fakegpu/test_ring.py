@@ -118,7 +118,7 @@ def clean(gpus):
 
 
 capabilities = pytest.mark.parametrize(
-    "sm", [90, *(pytest.param(sm, marks=pytest.mark.ci) for sm in (80, 100))]
+    "sm", [90, pytest.param(100, marks=pytest.mark.ci), pytest.param(80, marks=pytest.mark.slow)]
 )
 
 

@@ -167,7 +167,7 @@ SMALL = (
         ("--version", "cp_ring 0."),
         ("doctor", "patches"),
         ("plan --seq-length 65536 --cp 8", "proven"),
-        (f"train quickstart {SMALL}", "step 2/2"),
+        pytest.param(f"train quickstart {SMALL}", "step 2/2", marks=pytest.mark.slow),
     ],
 )
 def test_commands_run_where_only_the_wheel_is(installed, told, words, shown):

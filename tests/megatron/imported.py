@@ -46,8 +46,9 @@ with contextlib.suppress(ImportError):  # megatron-core before 0.18 does not hav
 
     Factory._get_field_docstrings = read_once
 
-with contextlib.suppress(ImportError):  # which a model imports that counts its parameters
+with contextlib.suppress(ImportError):  # one counts its parameters; the other the CPU needs
     importlib.import_module("megatron.core.models.mimo")
+    importlib.import_module("megatron.core.models.multimodal.llava_model")
 
 # torch searches all installed packages for the first process group of each rank
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)

@@ -33,7 +33,8 @@ CASES = {
     "sleep:0": [*WORKERS, *LISTENS, "--cp-ring-hop-timeout", "600"],
 }
 DEFAULT = ("forward:1", "exit:1", "sleep:0")
-"""Those that run by default; the others are of CI."""
+CI = ("data:1", "backward:all", "save:1", "entry:0")
+"""Those that run by default and in CI; the others are slow."""
 
 
 def end(folder, names):
@@ -92,8 +93,14 @@ def test_a_rank_that_fails_ends_its_job(tmp_path):
         check(name, ended)
 
 
-@pytest.mark.ci
-def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path):
-    found = end(tmp_path, [name for name in CASES if name not in DEFAULT])
-    for name, ended in found.items():
+REST = tuple(name for name in CASES if name not in DEFAULT + CI)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(CI, marks=pytest.mark.ci), pytest.param(REST, marks=pytest.mark.slow)],
+    ids=["ci", "rest"],
+)
+def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path, names):
+    for name, ended in end(tmp_path, names).items():
         check(name, ended)

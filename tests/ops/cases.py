@@ -21,6 +21,8 @@ SHAPES = [
 partial result has alone: with many of them the result does not wait for the last update.
 """
 
+MOSTS = (1, 2, MAX_PARTS)  # parts of an update
+
 
 def parts(before):
     moved = [[(start + before, end + before) for start, end in ranges] for ranges in RANGES]
@@ -45,7 +47,7 @@ def totals(shape, dtype, before):
     running total in float32 of the tokens that need one, the result where that holds it, and the
     result.
     """
-    for most in (1, 2, MAX_PARTS):
+    for most in MOSTS:
         for kind in {torch.float32, dtype}:
             result = torch.full(shape, math.nan, dtype=kind)
             steps = updates(most, before)

@@ -30,5 +30,5 @@ def test_triton_source_through_the_interpreter(function, check):
     module = function.partition(".")[0]
     interpreted(
         f"import tests.ops.cases as cases; from cp_ring.ops import {module};"
-        f"cases.{check}({function})"
+        f"cases.SHAPES = cases.SHAPES[:2]; cases.MOSTS = cases.MOSTS[1:]; cases.{check}({function})"
     )

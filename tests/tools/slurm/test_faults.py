@@ -99,7 +99,7 @@ def test_submitted_killed_warned_finished(cluster):
     """
     settings = {
         "megatron__save_interval": 40,
-        "megatron__train_iters": 200,
+        "megatron__train_iters": 120,
         "cp_ring__certify": False,
     }
     job = Job(cluster, "killed", **settings, **CP2)
@@ -110,7 +110,7 @@ def test_submitted_killed_warned_finished(cluster):
     job.warn()
     assert job.end() == "COMPLETED", job.logs()
     assert 0 < killed_at == job.starts[1] < job.starts[2] and len(job.starts) == 3
-    assert sorted(job.trace()) == list(range(1, 201)), job.logs()
+    assert sorted(job.trace()) == list(range(1, 121)), job.logs()
     assert " try 0: requeued: failed; " in job.log and " try 1: requeued: warned; " in job.log
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
 
