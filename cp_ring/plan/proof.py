@@ -447,9 +447,9 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
     grads = keys if back is not None else _filled(axis, leaving, own)
     for name, rows_of, peer, buffers in (
         ("receives", arriving, "sender", keys),
-        ("sends", plan.transfers_by_sender.where("sender", rank), "receiver", keys),
+        ("sends", plan.transfers.where("sender", rank), "receiver", keys),
         ("grad_sends", leaving, "receiver", grads),
-        ("grad_receives", plan.gradients_by_receiver.where("receiver", rank), "sender", grads),
+        ("grad_receives", plan.gradients.where("receiver", rank), "sender", grads),
     ):
         _check_messages(part, axis, name, rows_of, peer, buffers)
     if back is not None:

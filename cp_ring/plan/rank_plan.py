@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import groupby
-from operator import itemgetter
+from itertools import pairwise
 
 import numpy as np
 
@@ -71,15 +70,15 @@ def _hops(plan: PlanTables, rank: int) -> tuple[Hop, ...]:
     )
     num_keys[0] = num_grads[0] = int(layout.tokens_per_rank[rank])
     keys, grads = (_slides(layout, rank, table) for table in buffers)
-    leaving = plan.transfers_by_sender.where("sender", rank)
-    grads_arriving = plan.gradients_by_receiver.where("receiver", rank)
     tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
-    receives, sends, grad_sends, grad_receives = messages = (
-        _messages(arriving, "sender", "receiver", cp, keys),
-        _messages(leaving, "receiver", "receiver", cp, keys),
-        _messages(grads_leaving, "receiver", "sender", cp, grads),
-        _messages(grads_arriving, "sender", "sender", cp, grads),
-    )
+    receives = _messages(arriving, "sender", "receiver", cp, keys)
+    sends = _messages(plan.transfers.where("sender", rank), "receiver", "receiver", cp, keys)
+    grad_sends, grad_receives = receives, sends
+    if plan.gradients is not plan.transfers.turned:
+        grads_arriving = plan.gradients.where("receiver", rank)
+        grad_sends = _messages(grads_leaving, "receiver", "sender", cp, grads)
+        grad_receives = _messages(grads_arriving, "sender", "sender", cp, grads)
+    messages = receives, sends, grad_sends, grad_receives
     indices = np.array(sorted(set(tile_hop.tolist()).union(*messages)), np.int64)
     ends = np.searchsorted(tile_hop, np.stack([indices, indices + 1]))
     return tuple(
@@ -133,9 +132,12 @@ def _messages(
     of_holder = ring_distance(getattr(table, holder), table.owner, cp)
     sort = sort_index(table.hop, peers, of_holder, table.start)
     rows = np.stack([table.hop, peers, named, table.start + slide, table.end + slide])[:, sort]
+    first = np.flatnonzero(np.diff(rows[:3], prepend=-1).any(0))
+    ranges = list(zip(*rows[3:].tolist(), strict=True))
     found = defaultdict[int, tuple[Transfer, ...]](tuple)
-    for (hop, to, buffer), group in groupby(rows.T.tolist(), itemgetter(0, 1, 2)):
-        found[hop] += (Transfer(to, tuple((start, end) for *_, start, end in group), buffer),)
+    for low, high in pairwise([*first.tolist(), len(ranges)]):
+        hop, to, buffer = rows[:3, low].tolist()
+        found[hop] += (Transfer(to, tuple(ranges[low:high]), buffer),)
     return found
 
 

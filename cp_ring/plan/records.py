@@ -49,21 +49,20 @@ class Transfers:
         return len(self.hop)
 
     def __getitem__(self, index: NDArray[np.generic] | slice) -> Transfers:
-        return Transfers(*(column[index] for column in vars(self).values()))
+        return Transfers(*(getattr(self, name)[index] for name in self.__match_args__))
 
     @property
     def tokens(self) -> Ints:
         return self.end - self.start
 
-    def sorted_by(self, name: str) -> Transfers:
-        """Return the messages sorted by a field; those of one value keep their order."""
-        return self[np.argsort(getattr(self, name), kind="stable")]
+    @cached_property
+    def turned(self) -> Transfers:
+        """The same messages, from their receivers to their senders."""
+        return replace(self, sender=self.receiver, receiver=self.sender)
 
     def where(self, name: str, value: int) -> Transfers:
-        """Return a view of the messages with this value in field `name`. The table must be sorted
-        by that field first.
-        """
-        return self[slice(*getattr(self, name).searchsorted([value, value + 1]))]
+        """Return the messages with this value in field `name`."""
+        return self[np.flatnonzero(getattr(self, name) == value)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +107,6 @@ class PlanTables:
     @property
     def cp(self) -> int:
         return self.layout.cp
-
-    @cached_property
-    def transfers_by_sender(self) -> Transfers:
-        return self.transfers.sorted_by("sender")
-
-    @cached_property
-    def gradients_by_receiver(self) -> Transfers:
-        return self.gradients.sorted_by("receiver")
 
 
 @dataclass(frozen=True)

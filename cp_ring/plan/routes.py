@@ -20,7 +20,7 @@ route must pass `Plan.build(mask, layout, "name").verify(rank_plans=True)`, for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def direct(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     """
     own_shard = np.zeros(len(need.rank), np.int64)
     keys = Transfers(need.hop, need.owner, need.rank, need.owner, need.start, need.end, own_shard)
-    return keys, replace(keys, sender=keys.receiver, receiver=keys.sender)
+    return keys, keys.turned
 
 
 def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
@@ -83,9 +83,7 @@ def ring(need: Need, cp: int) -> tuple[Transfers, Transfers]:
     before, after = _neighbors(np.array(need.schedule))
     hops = range(1, need.schedule[-1] + 1)
     keys = _passed_on(need, cp, hops[::-1], before)
-    return replace(keys, sender=keys.receiver, receiver=keys.sender), _passed_on(
-        need, cp, hops, after
-    )
+    return keys.turned, _passed_on(need, cp, hops, after)
 
 
 def _neighbors(schedule: Ints) -> tuple[Ints, Ints]:
@@ -188,9 +186,11 @@ def tables_of(
     source = (rank - far) % cp
 
     def tables(hops: Schedule, back: PlanTables | None) -> PlanTables:
-        keys, gradients = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
-        keys = in_buffer_order(keys, "receiver", cp)
-        gradients = in_buffer_order(gradients[: 0 if back else None], "sender", cp)
+        there, returned = ROUTES[route].transfers(_need(tiles, rank, far, hops), cp)
+        keys = in_buffer_order(there, "receiver", cp)
+        turned = returned is there.turned
+        gradients = keys.turned if turned else in_buffer_order(returned, "sender", cp)
+        gradients = gradients[:0] if back else gradients
         of = mask, layout, route, hops, tiles, rank, np.array(hops)[far]
         return PlanTables(*of, source, keys, gradients, member, back)
 
