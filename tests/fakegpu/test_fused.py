@@ -50,8 +50,10 @@ def _assembled(path, sm):
     "sm, sizes",
     [
         (90, [128]),
-        *(pytest.param(sm, [128], marks=pytest.mark.slow) for sm in (80, 100)),
-        *(pytest.param(sm, [64, 96, 192, 256], marks=pytest.mark.slow) for sm in (80, 90, 100)),
+        *(
+            pytest.param(sm, [64, 96, 128, 192, 256], marks=pytest.mark.slow)
+            for sm in (80, 90, 100)
+        ),
     ],
 )
 def test_no_kernel_spills_and_tensors_move_in_128_bits(gpus, tmp_path, sm, sizes):

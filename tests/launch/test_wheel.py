@@ -155,19 +155,12 @@ def test_every_module_and_data_file_is_in_the_wheel(installed):
         assert (installed / "cp_ring" / name).read_bytes() == file.read_bytes()
 
 
-SMALL = (
-    "--set data.path=texts --set megatron.train_iters=2 --set megatron.context_parallel_size=1 "
-    "--set megatron.num_layers=1 --set megatron.seq_length=64 --set cp_ring.certify=off"
-)
-
-
 @pytest.mark.parametrize(
     "words, shown",
     [
         ("--version", "cp_ring 0."),
         ("doctor", "patches"),
         ("plan --seq-length 65536 --cp 8", "proven"),
-        pytest.param(f"train quickstart {SMALL}", "step 2/2", marks=pytest.mark.slow),
     ],
 )
 def test_commands_run_where_only_the_wheel_is(installed, told, words, shown):

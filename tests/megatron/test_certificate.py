@@ -62,14 +62,11 @@ def examine(name, folder, seeds):
     return [campaign.examine(job, "", folder, seed=seed) for seed in seeds]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *QUICK,
-        *(pytest.param(name, marks=pytest.mark.ci) for name in IN_CI),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in JOBS if name not in QUICK + IN_CI),
-    ],
-)
+def marks(name):
+    return () if name in QUICK else pytest.mark.ci if name in IN_CI else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in JOBS])
 def test_a_right_job_passes_with_any_seed(tmp_path, name):
     for entry in examine(name, tmp_path, (1, 2) if name == "oss" else (1,)):
         assert entry["rejections"] == [] and entry["failure"] == "", entry

@@ -93,14 +93,13 @@ def test_a_rank_that_fails_ends_its_job(tmp_path):
         check(name, ended)
 
 
-REST = tuple(name for name in CASES if name not in DEFAULT + CI)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(CI, marks=pytest.mark.ci), pytest.param(REST, marks=pytest.mark.slow)],
-    ids=["ci", "rest"],
-)
-def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path, names):
+@pytest.mark.ci
+def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path, names=CI):
     for name, ended in end(tmp_path, names).items():
         check(name, ended)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_elsewhere_ends_its_job(tmp_path):
+    check_all = test_a_rank_that_fails_ends_its_job_wherever_it_fails
+    check_all(tmp_path, [name for name in CASES if name not in DEFAULT + CI])
