@@ -172,13 +172,14 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
     "get_device_capability": lambda *args: (10, 0),
     "get_device_name": lambda *args: "cpu",
     "memory_stats": lambda *args: defaultdict(int),
-    "memory_allocated memory_reserved": _resident_bytes,
+    "memory_allocated memory_reserved device_memory_used": _resident_bytes,
     "max_memory_allocated max_memory_reserved": _peak_bytes,
     "Stream": InertStream,
     "Event": InertEvent,
     "current_stream default_stream": InertStream,
     "stream": lambda stream: contextlib.nullcontext(),
-    "set_device synchronize empty_cache set_stream ipc_collect reset_peak_memory_stats": _nothing,
+    "set_device synchronize empty_cache set_stream ipc_collect reset_peak_memory_stats "
+    "is_current_stream_capturing": _nothing,
 }
 _RANDOM = {
     "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import megatron.core
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from cp_ring.errors import ConfigError
@@ -88,7 +89,10 @@ def test_pretrain_gpt_of_megatron_lm(megatron_lm, tmp_path, model):
     stock = run([*flags, *baseline.split()], 1)
     assert stock[0] - stock[4] > 1e-3
     jobs = [([*RING, CP, str(ranks)], ranks) for ranks in (1, 2, 4)]
-    jobs += [([*RING, *ON_TP], 4)] * on_tp + [([*BY_SPEC, CP, "2"], 2)] * (model == "small")
+    jobs += [([*RING, *ON_TP], 4)] * on_tp
+    if model == "small":  # Megatron's branch dev takes nothing else for local layers
+        gathers = hasattr(TransformerConfig, "fallback_to_eager_attn")
+        jobs.append(([*BY_SPEC, CP, "2", *["--cp-comm-type", "all_gather"] * gathers], 2))
     read = model != "documents" or UNREAD in (megatron_lm / SCRIPT).read_text()
     for ring, ranks in jobs:
         found = run([*flags, *ring, *own.split()], ranks)

@@ -136,6 +136,12 @@ def test_cpu_runtime_is_inert_where_cuda_is_present(monkeypatch):
     assert patch.state() == "not needed: CUDA is present"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is")
+def test_cpu_runtime_answers_what_pipelines_and_logs_ask_of_cuda(applied):
+    applied("cpu_runtime")
+    assert not torch.cuda.is_current_stream_capturing() and torch.cuda.device_memory_used() > 0
+
+
 def test_dataset_helpers_runs_make_where_it_can(applied, monkeypatch, tmp_path):
     import importlib.util
     import subprocess
