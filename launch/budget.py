@@ -70,7 +70,7 @@ ROOMS = (
     room("flags", 7_000, 6_840, "cp_ring/megatron/flags cp_ring/megatron/rejection.py"),
     room("how a job ends", 1_200, 1_020, """cp_ring/megatron/ending.py
         cp_ring/megatron/progress.py cp_ring/megatron/signals.py"""),
-    room("training", 8_000, 7_450, """cp_ring/run.py cp_ring/pretrain_gpt.py
+    room("training", 8_000, 7_460, """cp_ring/run.py cp_ring/pretrain_gpt.py
         cp_ring/megatron/__init__.py cp_ring/megatron/compat.py cp_ring/megatron/gpt.py
         cp_ring/megatron/gpt_model.py cp_ring/megatron/loss_chunks.py cp_ring/megatron/next_tokens.py
         cp_ring/megatron/program.py

@@ -57,13 +57,14 @@ class _OutputLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, hidden: Tensor, **options: Any) -> tuple[Logits, None]:
-        return Logits(lambda some: self._layer(some, **options)[0], hidden), None
+    def __call__(self, input_: Tensor, **options: Any) -> tuple[Logits, None]:
+        return Logits(lambda some: self._layer(some, **options)[0], input_), None
 
 
 @around
-def _scaled(scale: Callable[..., Any], logits: Logits) -> Logits:
-    return Logits(lambda some: scale(logits.of(some)), logits.hidden)
+def _scaled(scale: Callable[..., Any], logits: Logits | None) -> Logits | None:
+    # Megatron's branch dev has none yet
+    return logits and Logits(lambda some: scale(logits.of(some)), logits.hidden)
 
 
 @around
