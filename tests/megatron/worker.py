@@ -122,6 +122,8 @@ def rank(rank, ranks, port, job, folder, log, work=run):
     to `log`.
     """
     multiprocessing.set_start_method("fork", force=True)  # of workers, as in a job
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]  # where another test has built a model
     os.environ |= place(rank, ranks, port)
     output_to(log)
     work(job, folder)
