@@ -57,7 +57,7 @@ ROOMS = (
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
     room("shards, prefixes, settings", 4_400, 4_250, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py cp_ring/cuts.py"""),
-    room("plans and proofs", 40_000, 40_000, "cp_ring/plan cp_ring/memory.py"),
+    room("plans and proofs", 40_000, 39_990, "cp_ring/plan cp_ring/memory.py"),
     room("kernels", 16_500, 16_490, "cp_ring/kernels"),
     room("messages", 12_500, 12_280, "cp_ring/comm"),
     room("merges and sums", 5_300, 5_250, "cp_ring/ops"),
@@ -99,7 +99,7 @@ SUMS = (
     room("ring 2: Megatron", 67_000, 66_690, _ADAPTER),
     room("ring 3: tools", 22_000, 22_180, "cp_ring/tools"),
     room("all", 196_000, 195_690, "cp_ring patches"),
-    room("tests", 220_000, 247_570, "tests"),
+    room("tests", 220_000, 247_620, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -441,15 +441,18 @@ def check_rank_plan(plan: PlanTables, part: RankPlan, axis: Axis | None = None) 
     _expect(part.num_tokens == len(own), f"rank {rank}: has not {part.num_tokens} tokens")
     ascend = (np.diff([hop.index for hop in part.hops]) > 0).all()
     _expect(ascend, f"rank {rank}: its hops do not ascend")
-    arriving, leaving = plan.transfers.where("receiver", rank), plan.gradients.where("sender", rank)
+    arriving, leaving = (
+        plan.transfers[plan.transfers.receiver == rank],
+        plan.gradients[plan.gradients.sender == rank],
+    )
     keys, back = _filled(axis, arriving, own), plan.of_backward
     _expect((back is None) == (part.back is None), f"rank {rank}: its backward has other hops")
     grads = keys if back is not None else _filled(axis, leaving, own)
     for name, rows_of, peer, buffers in (
         ("receives", arriving, "sender", keys),
-        ("sends", plan.transfers.where("sender", rank), "receiver", keys),
+        ("sends", plan.transfers[plan.transfers.sender == rank], "receiver", keys),
         ("grad_sends", leaving, "receiver", grads),
-        ("grad_receives", plan.gradients.where("receiver", rank), "sender", grads),
+        ("grad_receives", plan.gradients[plan.gradients.receiver == rank], "sender", grads),
     ):
         _check_messages(part, axis, name, rows_of, peer, buffers)
     if back is not None:

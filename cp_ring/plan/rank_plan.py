@@ -61,8 +61,8 @@ def _hops(plan: PlanTables, rank: int) -> tuple[Hop, ...]:
     """Return the hops of a rank at which it computes or moves something."""
     cp, layout = plan.cp, plan.layout
     # keys arrive in one buffer of a hop, and gradients leave the other
-    arriving = plan.transfers.where("receiver", rank)
-    grads_leaving = plan.gradients.where("sender", rank)
+    arriving = plan.transfers[plan.transfers.receiver == rank]
+    grads_leaving = plan.gradients[plan.gradients.sender == rank]
     # where no gradients leave, tiles have one buffer
     buffers = arriving, arriving if plan.of_backward else grads_leaving
     num_keys, num_grads = (
@@ -72,10 +72,12 @@ def _hops(plan: PlanTables, rank: int) -> tuple[Hop, ...]:
     keys, grads = (_slides(layout, rank, table) for table in buffers)
     tiles, tile_hop, grad_shift = _own_tiles(plan, rank, keys, grads)
     receives = _messages(arriving, "sender", "receiver", cp, keys)
-    sends = _messages(plan.transfers.where("sender", rank), "receiver", "receiver", cp, keys)
+    sends = _messages(
+        plan.transfers[plan.transfers.sender == rank], "receiver", "receiver", cp, keys
+    )
     grad_sends, grad_receives = receives, sends
     if plan.gradients is not plan.transfers.turned:
-        grads_arriving = plan.gradients.where("receiver", rank)
+        grads_arriving = plan.gradients[plan.gradients.receiver == rank]
         grad_sends = _messages(grads_leaving, "receiver", "sender", cp, grads)
         grad_receives = _messages(grads_arriving, "sender", "sender", cp, grads)
     messages = receives, sends, grad_sends, grad_receives

@@ -60,10 +60,6 @@ class Transfers:
         """The same messages, from their receivers to their senders."""
         return replace(self, sender=self.receiver, receiver=self.sender)
 
-    def where(self, name: str, value: int) -> Transfers:
-        """Return the messages with this value in field `name`."""
-        return self[np.flatnonzero(getattr(self, name) == value)]
-
 
 @dataclass(frozen=True, eq=False)
 class PlanTables:

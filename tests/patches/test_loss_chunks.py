@@ -7,7 +7,7 @@ import torch
 
 from cp_ring import Options
 from cp_ring.errors import ConfigError
-from cp_ring.megatron import settings
+from cp_ring.megatron import loss_chunks, settings
 from cp_ring.megatron.loss_chunks import Logits, losses_in_chunks
 from cp_ring.testing.oracle import error
 
@@ -130,3 +130,10 @@ def test_sequence_parallel_tokens_get_their_own_labels():
 
     found = losses_in_chunks(loss)(labels, Logits(gather, mine))
     assert torch.equal(found, loss(labels, whole))
+
+
+def test_a_model_may_scale_before_it_has_logits_and_name_the_input_of_its_output_layer():
+    """As on Megatron's branch dev."""
+    assert loss_chunks._scaled(abs)(None) is None
+    logits, _ = loss_chunks._OutputLayer(lambda x: (x + 1, None))(input_=2)
+    assert logits.of(3) == 4 and logits.hidden == 2

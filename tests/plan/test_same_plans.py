@@ -163,7 +163,10 @@ def _bytes(plan):
 
 def _sources(ring, rank, hop):
     """The ranks whose keys, or gradients of keys, lie in the hop's buffers, the nearest first."""
-    tables = ring.transfers.where("receiver", rank), ring.gradients.where("sender", rank)
+    tables = (
+        ring.transfers[ring.transfers.receiver == rank],
+        ring.gradients[ring.gradients.sender == rank],
+    )
     far = [(rank - rows.owner[rows.hop == hop]) % ring.cp for rows in tables]
     far = np.unique(np.concatenate([*far, [0] * (hop == 0)])).astype(int)
     return tuple(((rank - far) % ring.cp).tolist())
