@@ -55,10 +55,10 @@ def _next_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> Micr
 def _read_and_broadcast(data_iterator: Any, types: Mapping[str, torch.dtype]) -> Microbatch:
     extra = _needed_by_every_stage()
     group = parallel_state.get_tensor_model_parallel_group()
-    if data_iterator is None and extra and group.rank() == 0:
+    if data_iterator is None and (extra or types) and group.rank() == 0:
         raise ConfigError(
-            f"{in_force().expected}: this pipeline stage has no data set, from which documents and "
-            "masks come"
+            f"{in_force().expected or '--position-embedding-type mrope'}: this pipeline stage has "
+            "no data set, from which documents, masks and positions come"
         )
     data: dict[str, torch.Tensor] = {}
     carried: Microbatch = {}
@@ -103,30 +103,36 @@ def _needed_by_every_stage() -> str:
     return "cu_seqlens" if current().document_mask else KEY if current().kinds else ""
 
 
+def _tensors_of_stage(vp_stage: int | None) -> dict[str, torch.dtype]:
+    """Return the tensors of a microbatch that a pipeline stage needs, and their types. Each stage
+    makes the rotary embeddings of positions with sections (mrope) itself.
+    """
+    if is_first_or_last_pipeline_stage(vp_stage):
+        return _TENSORS
+    mrope = get_args().position_embedding_type == "mrope"
+    return {"position_ids": torch.int64} if mrope else {}
+
+
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
     """Return this rank's microbatch: tokens, labels, position_ids int64 and loss_mask float32, each
     [b, n / cp].
 
     `weight`, float64 [], is the sum of the loss mask of the whole microbatch.
 
-    A middle pipeline stage needs none of these tensors and gets None for each. No attention mask is
-    ever built. With --cp-ring-document-mask and --cp-ring-mask-kinds every stage reads the
-    microbatch itself, and gets its documents, or the mask that it carries as `cp_ring_mask`, as
-    `packed_seq_params`.
+    A middle pipeline stage gets None for each of these tensors, but for the position ids of mrope.
+    No attention mask is ever built. With --cp-ring-document-mask and --cp-ring-mask-kinds every
+    stage reads the microbatch itself, and gets its documents, or the mask that it carries as
+    `cp_ring_mask`, as `packed_seq_params`.
     """
     group = parallel_state.get_context_parallel_group()
     cp = group.size()
     nothing = dict.fromkeys((*_TENSORS, _WEIGHT, "packed_seq_params"))
-    ends = is_first_or_last_pipeline_stage(vp_stage)
-    if not ends and get_args().position_embedding_type == "mrope":
-        raise ConfigError(
-            "--position-embedding-type mrope: a middle pipeline stage has no position ids; give "
-            "at most 2 stages"
-        )
+    types = _tensors_of_stage(vp_stage)
     extra = _needed_by_every_stage()
-    if not extra and not ends:
+    if not extra and not types:
         return nothing
-    batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, {})
+    ends = types is _TENSORS
+    batch = _next_batch(data_iterator) if ends else _read_and_broadcast(data_iterator, types)
     # of the whole microbatch
     counts = {_WEIGHT: batch["loss_mask"].sum(dtype=torch.float64)} if "loss_mask" in batch else {}
     check_rows(batch, group)
@@ -262,7 +268,7 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
         kind = PackedConversations
 
     def built_here() -> bool:
-        wanted = _needed_by_every_stage() or is_first_or_last_pipeline_stage(vp_stage)
+        wanted = _needed_by_every_stage() or _tensors_of_stage(vp_stage)
         return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(wanted)
 
     print_rank_0("> building the data sets")

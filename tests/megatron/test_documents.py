@@ -152,14 +152,17 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
     monkeypatch.setattr(gpt, "is_first_or_last_pipeline_stage", lambda vp_stage: False)
     arguments = SimpleNamespace()
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)
-    settings.configure(Options.make(enabled=True, document_mask=True))
-    for kind, line in {
-        "rope": "--cp-ring-document-mask: this pipeline stage has no data set, from which",
-        "mrope": "--position-embedding-type mrope: a middle pipeline stage has no position ids",
-    }.items():
+    for documents, kind, flag in (
+        (True, "rope", "--cp-ring-document-mask"),
+        (False, "mrope", "--position-embedding-type mrope"),
+    ):
+        settings.configure(Options.make(enabled=True, document_mask=documents))
         arguments.position_embedding_type = kind
-        with pytest.raises(ConfigError, match=line):
+        with pytest.raises(ConfigError, match=f"{flag}: this pipeline stage has no data set"):
             gpt.get_batch(None, None)
+    settings.configure(Options.make(enabled=True))
+    arguments.position_embedding_type = "rope"
+    assert set(gpt.get_batch(None, None).values()) == {None}
 
 
 @pytest.mark.parametrize("layout, longest", [("balanced", 16), ("zigzag", 64)])
