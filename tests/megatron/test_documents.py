@@ -142,7 +142,11 @@ def test_packed_parameters_that_are_reused_describe_what_they_hold_now(change):
     assert documents_of(packed(), (1, 16), 2) is before
 
 
-def test_a_stage_without_the_microbatch_says_so(monkeypatch):
+@pytest.fixture
+def middle_stage(monkeypatch):
+    """`get_batch` of a middle pipeline stage of one rank; called with a data iterator, the kind of
+    positions, and whether there are documents.
+    """
     from cp_ring import Options
     from cp_ring.megatron import gpt
 
@@ -150,19 +154,33 @@ def test_a_stage_without_the_microbatch_says_so(monkeypatch):
         group = f"get_{name}_parallel_group"
         monkeypatch.setattr(gpt.parallel_state, group, lambda: documents_module.ALONE)
     monkeypatch.setattr(gpt, "is_first_or_last_pipeline_stage", lambda vp_stage: False)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, **_: tensor)
     arguments = SimpleNamespace()
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)
-    for documents, kind, flag in (
+
+    def get_batch(data_iterator, positions, documents=False):
+        settings.configure(Options.make(enabled=True, document_mask=documents))
+        arguments.position_embedding_type = positions
+        return gpt.get_batch(data_iterator, None)
+
+    return get_batch
+
+
+def test_a_stage_without_the_microbatch_says_so(middle_stage):
+    for documents, positions, flag in (
         (True, "rope", "--cp-ring-document-mask"),
         (False, "mrope", "--position-embedding-type mrope"),
     ):
-        settings.configure(Options.make(enabled=True, document_mask=documents))
-        arguments.position_embedding_type = kind
         with pytest.raises(ConfigError, match=f"{flag}: this pipeline stage has no data set"):
-            gpt.get_batch(None, None)
-    settings.configure(Options.make(enabled=True))
-    arguments.position_embedding_type = "rope"
-    assert set(gpt.get_batch(None, None).values()) == {None}
+            middle_stage(None, positions, documents)
+
+
+def test_a_middle_stage_reads_only_positions_with_sections(middle_stage):
+    ids = torch.arange(24).view(1, 3, 8)
+    sample = {"tokens": ids[:, 0], "position_ids": ids}
+    batch = middle_stage(iter([sample]), "mrope")
+    assert torch.equal(batch.pop("position_ids"), ids.transpose(0, 1))
+    assert set(batch.values()) == {None} == set(middle_stage(None, "rope").values())
 
 
 @pytest.mark.parametrize("layout, longest", [("balanced", 16), ("zigzag", 64)])

@@ -19,6 +19,7 @@ from tests.tools.slurm.cluster import PRINTED, Job, running
 from tests.tools.slurm.job import TINY, data_that_fails
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
+TRACKER = "latest_checkpointed_iteration.txt"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
 CP2 = {"ranks": 2, "megatron__context_parallel_size": 2}
 CP2_DP2 = {"megatron__context_parallel_size": 2}
@@ -92,26 +93,58 @@ def kill_a_rank(job, index, of=4):
     ranks[index].kill()
 
 
+def long(cluster, name):
+    """A job of one rank on each node: nearly all of its time is the start of the ranks."""
+    settings = {"megatron__save_interval": 40, "megatron__train_iters": 120}
+    return Job(cluster, name, cp_ring__certify=False, **settings, **CP2)
+
+
+def finished(job):
+    """It has done each step once, in two tries, the second from what the first has saved."""
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts[0] == 0 < job.starts[1] and len(job.starts) == 2
+    assert sorted(job.trace()) == list(range(1, 121)), job.logs()
+    return " try 1: finished: " in job.log
+
+
 @pytest.mark.ci
-def test_submitted_killed_warned_finished(cluster):
-    """With one rank on each node: nearly all of the time is the start of the ranks, three times.
-    The warning comes while the ranks of the second try load.
-    """
-    settings = {
-        "megatron__save_interval": 40,
-        "megatron__train_iters": 120,
-        "cp_ring__certify": False,
-    }
-    job = Job(cluster, "killed", **settings, **CP2)
+def test_submitted_killed_finished(cluster):
+    job = long(cluster, "killed")
     job.reach(45)
     kill_a_rank(job, os.getpid() % 2, of=2)
-    cluster.until(lambda: [*job.run_dir.glob("logs/try-1/rank*")])
-    killed_at = job.saved
+    assert finished(job) and " try 0: requeued: failed; " in job.log, job.logs()
+    assert job.starts[1] == 40
+
+
+@pytest.mark.ci
+def test_warned_ranks_are_queued_again(cluster):
+    """Commands in place of Megatron's ranks, which start at once."""
+    saves = cluster.folder / "saved"
+    rank = (
+        f"[[ $SLURM_RESTART_COUNT == 0 ]] || exit 0; trap 'echo 5 >{saves}/{TRACKER}; exit 0' USR1; "
+        f"mkdir -p {saves}; touch {saves}/ready-$SLURM_PROCID; for k in {{1..3000}}; do sleep 0.1; done"
+    )
+    flags = ["--save", str(saves), "--load", str(saves), "--exit-signal-handler"]
+    job = Job(cluster, "warned", ranks=2, command=["bash", "-c", rank, *flags])
+    cluster.until(lambda: len([*saves.glob("ready-*")]) == 2)
     job.warn()
     assert job.end() == "COMPLETED", job.logs()
-    assert 0 < killed_at == job.starts[1] < job.starts[2] and len(job.starts) == 3
+    assert " try 0: requeued: warned; " in job.log and "iteration 0, now 5" in job.log, job.logs()
+    assert " try 1: finished: " in job.log and job.restarts == 1
+
+
+@pytest.mark.slow
+def test_warned_while_its_ranks_train_and_while_they_load(cluster):
+    job = long(cluster, "warned-twice")
+    job.reach(45)
+    job.warn()
+    cluster.until(lambda: [*job.run_dir.glob("logs/try-1/rank*")])
+    saved = job.saved
+    job.warn()
+    assert job.end() == "COMPLETED", job.logs()
+    assert 45 <= saved == job.starts[1] < job.starts[2] and len(job.starts) == 3
     assert sorted(job.trace()) == list(range(1, 121)), job.logs()
-    assert " try 0: requeued: failed; " in job.log and " try 1: requeued: warned; " in job.log
+    assert " try 0: requeued: warned; " in job.log and " try 1: requeued: warned; " in job.log
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
 
 
