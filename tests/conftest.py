@@ -43,7 +43,6 @@ LONG = (
     "tests/megatron/test_certificate.py",
     "pool",
     "test_a_rank_that_fails_ends_its_job_wherever_it_fails",
-    "test_a_rank_that_fails_ends_its_job",
     "test_an_unmodified_script_trains_with_ring_attention",
     "test_error_over_that_of_one_rank",
     "test_a_rank_that_sleeps_in_a_hop_is_named",
@@ -61,13 +60,12 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """For `-n auto`: a worker for each core, and one more, since many tests wait; at most 8, for
-    the memory of ranks.
+    """For `-n auto`: a worker for each core, at most 8, for the memory of ranks.
 
     Each imports torch and Megatron and has a fork server of its own, so that more of them would
     cost more than their tests.
     """
-    return min(len(os.sched_getaffinity(0)) + 1, 8)
+    return min(len(os.sched_getaffinity(0)), 8)
 
 
 def group(item):

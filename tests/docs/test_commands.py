@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.docs.test_snippets import ROOT, blocks
 from tests.megatron import conversations
@@ -82,7 +83,8 @@ def test_fine_tuning_on_few_conversations(tmp_path):
     assert "validation set" in output and len(losses(output)) == 10
 
 
-def test_own_texts_by_a_yaml_file(tmp_path):
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_own_texts_by_a_yaml_file(tmp_path, trains):
     page = (ROOT / "docs" / "quickstart.md").read_text()
     (text,) = re.findall(r"^```yaml\n(data:.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "my.yaml").write_text(text)
@@ -92,8 +94,21 @@ def test_own_texts_by_a_yaml_file(tmp_path):
     (tmp_path / "my.jsonl").write_text("".join(texts))
     few = {"megatron.train_iters": 2, "megatron.seq_length": 256}
     more = [f"--set {key}={value}" for key, value in few.items()]
-    output = run(" ".join([shown("quickstart.md", "cp-ring train my.yaml"), *more]), tmp_path)
-    assert len(losses(output)) == 2 and "step 2: checkpoints" in output
+    command = " ".join([shown("quickstart.md", "cp-ring train my.yaml"), *more])
+    if trains:
+        output = run(command, tmp_path)
+        assert len(losses(output)) == 2 and "step 2: checkpoints" in output
+        return
+    flags = run(f"{command} --print-flags", tmp_path).split()
+    for data in ("train", "valid"):
+        assert (
+            Path(flags[flags.index(f"--{data}-data-path") + 1]).with_suffix(".bin").stat().st_size
+        )
+    given = yaml.safe_load(text)["megatron"] | {"train_iters": 2, "seq_length": 256}
+    for name, value in given.items():
+        at = flags.index("--" + name.replace("_", "-"))
+        assert value is True or yaml.safe_load(flags[at + 1]) == value, name
+    assert "--cp-ring" in flags
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ It is started by `tests.fakegpu.process`, and reads a line of JSON for each prog
 input.
 """
 
+import fcntl
+import functools
 import importlib
 import json
 import os
@@ -13,6 +15,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import triton.compiler
 
 # What ranks would import, each on its own; the device is untouched until they are forked.
 IMPORTED = (
@@ -33,11 +36,24 @@ def main():
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("triton.runtime.cache").triton_key()  # a digest of all of Triton
+    triton.compiler.compile = _one_at_a_time(triton.compiler.compile)
     for line in sys.stdin:
         task = json.loads(line)
         ranks = [_forked(task, rank) for rank in range(task["size"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         print(json.dumps(codes), flush=True)
+
+
+def _one_at_a_time(compile_kernel):
+    """Ranks that need the same kernel at once: one compiles it, the others find it in the cache."""
+
+    @functools.wraps(compile_kernel)
+    def compiled(*args, **kwargs):
+        with open(Path(os.environ["TRITON_CACHE_DIR"]).with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_kernel(*args, **kwargs)
+
+    return compiled
 
 
 def _forked(task, rank):

@@ -61,7 +61,7 @@ def test_no_kernel_spills_and_tensors_move_in_128_bits(gpus, tmp_path, sm, sizes
         assert not code.spilled and code.registers <= REGISTERS and code.widths == {128}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_spills_and_narrow_loads_are_seen(gpus, tmp_path):
     for name in ("spills", "narrow"):
         (tmp_path / name).mkdir()

@@ -54,7 +54,7 @@ def test_layers_of_megatron(gpus):
     checked(gpus.run("tests.fakegpu.layers:blocks", 2, 90, cases=cases), cases)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_faults_in_layers_are_found(gpus):
     # keys and values of different sizes, which would be taken for each other
     options = {"kernel": "flash_aten", "wire": "plain"}

@@ -32,9 +32,8 @@ CASES = {
     "program:1": [],
     "sleep:0": [*WORKERS, *LISTENS, "--cp-ring-hop-timeout", "600"],
 }
-DEFAULT = ("forward:1", "exit:1", "sleep:0")
-CI = ("data:1", "backward:all", "save:1", "entry:0")
-"""Those that run by default and in CI; the others are slow."""
+DEFAULT = ("data:1", "backward:all", "save:1", "exit:1", "sleep:0")
+"""Those that run by default; the others are slow."""
 
 
 def end(folder, names):
@@ -88,18 +87,14 @@ def check(name, ended):
                 assert "Traceback" in texts and f"ValueError: my own bug in {place}" in texts
 
 
-def test_a_rank_that_fails_ends_its_job(tmp_path):
-    for name, ended in end(tmp_path, DEFAULT).items():
-        check(name, ended)
-
-
-@pytest.mark.ci
-def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path, names=CI):
+@pytest.mark.parametrize(
+    "names",
+    [
+        DEFAULT,
+        pytest.param([name for name in CASES if name not in DEFAULT], marks=pytest.mark.slow),
+    ],
+    ids=["by default", "elsewhere"],
+)
+def test_a_rank_that_fails_ends_its_job_wherever_it_fails(tmp_path, names):
     for name, ended in end(tmp_path, names).items():
         check(name, ended)
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_elsewhere_ends_its_job(tmp_path):
-    check_all = test_a_rank_that_fails_ends_its_job_wherever_it_fails
-    check_all(tmp_path, [name for name in CASES if name not in DEFAULT + CI])

@@ -371,7 +371,7 @@ def test_the_proof_alone_finds_a_planted_fault(monkeypatch, fault):
                 continue
             found += [line] if line else []
             passed += [] if line else [plan]
-            if len(found) == 3:
+            if len(found) == 2:
                 break
     assert found, f"{stumbled} makers stumbled"
     assert all(map(paints_its_mask, passed))

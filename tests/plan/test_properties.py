@@ -173,7 +173,7 @@ def test_each_mutation_is_rejected_by_name(name, route):
     ]
     if route == "direct":
         plans.append(other_hops_in_backward(plans[2], (0, 1, 2, 3, 3, 4)))
-    for seed in range(5):
+    for seed in range(3):
         lines = [line for plan in plans for line in said_of(name, plan, seed)]
         assert lines and all(re.search(r"rank \d", line) for line in lines)
 
