@@ -77,6 +77,7 @@ EXAMPLES = {
     "Without CUDA": """
 --distributed-backend nccl
 --transformer-impl=transformer_engine
+--gpu-sniff-test-interval 100
 """,
     "What travels": """
 --context-parallel-size 2 --cp-ring-wire latent

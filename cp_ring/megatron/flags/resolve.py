@@ -48,6 +48,8 @@ _CPU_SETTINGS: dict[str, Any] = {
     "no_persist_layer_norm": True,
 }
 """Arguments that Megatron needs without CUDA."""
+_OF_CUDA = ("gpu_sniff_test_interval", "log_straggler", "nccl_ub", "record_memory_history")
+"""Arguments that Megatron cannot follow without CUDA."""
 
 
 def accept(args: argparse.Namespace) -> argparse.Namespace:
@@ -202,6 +204,12 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
                 f"{flag} {getattr(args, name)} needs CUDA, and --cp-ring-cpu runs without it: give "
                 f"{value}"
             )
+    asked = Asked(args)
+    flag = asked.first(*_OF_CUDA)
+    if asked.profile and not asked.use_pytorch_profiler:
+        flag = "--profile without --use-pytorch-profiler"
+    if flag:
+        raise ConfigError(f"{flag} needs CUDA, and --cp-ring-cpu runs without it: leave it out")
     vars(args).update(_CPU_SETTINGS)
     note(
         "no CUDA: training on the CPU over gloo, with Megatron's local layers and without fused "
