@@ -99,7 +99,7 @@ SUMS = (
     room("ring 2: Megatron", 67_000, 66_800, _ADAPTER),
     room("ring 3: tools", 22_000, 22_180, "cp_ring/tools"),
     room("all", 196_000, 195_780, "cp_ring patches"),
-    room("tests", 220_000, 248_260, "tests"),
+    room("tests", 220_000, 248_280, "tests"),
 )
 """Several rooms together, and the tests."""
 

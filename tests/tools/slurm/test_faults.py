@@ -8,6 +8,7 @@ before the last checkpoint is done again, and no process is left. All but the fi
 
 import functools
 import os
+import sys
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ import yaml
 from cp_ring.tools import job as config
 from tests import needs
 from tests.megatron.launch import trace, train
-from tests.tools.slurm.cluster import PRINTED, Job, running
+from tests.tools.slurm.cluster import ENDED, PRINTED, Job, running
 from tests.tools.slurm.job import TINY, data_that_fails
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
@@ -121,12 +122,16 @@ def test_warned_ranks_are_queued_again(cluster):
     """Commands in place of Megatron's ranks, which start at once."""
     saves = cluster.folder / "saved"
     rank = (
-        f"[[ $SLURM_RESTART_COUNT == 0 ]] || exit 0; trap 'echo 5 >{saves}/{TRACKER}; exit 0' USR1; "
-        f"mkdir -p {saves}; touch {saves}/ready-$SLURM_PROCID; for k in {{1..3000}}; do sleep 0.1; done"
+        "import os, pathlib, signal, sys\n"
+        "if 'SLURM_RESTART_COUNT' in os.environ: sys.exit()\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        f"saves = pathlib.Path({str(saves)!r}); saves.mkdir(exist_ok=True)\n"
+        "(saves / os.environ['SLURM_PROCID']).touch(); signal.pause()\n"
+        f"(saves / {TRACKER!r}).write_text('5')\n"
     )
     flags = ["--save", str(saves), "--load", str(saves), "--exit-signal-handler"]
-    job = Job(cluster, "warned", ranks=2, command=["bash", "-c", rank, *flags])
-    cluster.until(lambda: len([*saves.glob("ready-*")]) == 2)
+    job = Job(cluster, "warned", ranks=2, command=[sys.executable, "-c", rank, *flags])
+    cluster.until(lambda: len([*saves.glob("[01]")]) == 2 or job.state in ENDED)
     job.warn()
     assert job.end() == "COMPLETED", job.logs()
     assert " try 0: requeued: warned; " in job.log and "iteration 0, now 5" in job.log, job.logs()
