@@ -277,8 +277,9 @@ DOCUMENTED = (
 UNDRAWN = {
     "needs TransformerEngine or kernels that are not on a CPU": (
         "--cp-ring-beneath --cpu-offloading-num-layers --defer-embedding-wgrad-compute "
-        "--delay-wgrad-compute --fine-grained-activation-offloading --mla-down-proj-fusion "
-        "--offload-modules --overlap-moe-expert-parallel-comm --transformer-impl"
+        "--delay-wgrad-compute --fine-grained-activation-offloading --gpu-sniff-test-interval "
+        "--mla-down-proj-fusion --offload-modules --overlap-moe-expert-parallel-comm "
+        "--transformer-impl"
     ),
     "rejected": (
         "--batch-invariant-mode --cuda-graph-impl --cuda-graph-modules --hybrid-context-parallel"
