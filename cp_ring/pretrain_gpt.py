@@ -47,7 +47,10 @@ def main() -> None:
     with rejecting(), progress.told(), ending_soon("training"):
         # Megatron's wrapper of FSDP2 does not divide gradients by the number of tokens
         flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
-        if unread := [word for word in sys.argv if word.startswith(_OF_SCRIPT)]:
+        # with a ring, a rule rejects them and names what to give in their place
+        ruled = ("--hybrid-", "--dynamic-") if "--cp-ring" in sys.argv else ()
+        given = [word for word in sys.argv if not word.startswith(ruled)]
+        if unread := [word for word in given if word.startswith(_OF_SCRIPT)]:
             raise ConfigError(
                 f"cp_ring.pretrain_gpt does not read {', '.join(unread)}: leave it out, or give it "
                 "to Megatron's own script, by python -m cp_ring.run pretrain_gpt.py"

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from cp_ring import pretrain_gpt
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.rejection import Rejected
 
 # `args.*` of pretrain_gpt.py of core_v0.18.2, core_v0.19.0, main and dev of 2026-11; the checkout
@@ -64,11 +65,26 @@ def test_each_flag_is_read_or_rejected():
 @pytest.mark.parametrize("name", [name for name in READ.split() if rejected(name)])
 def test_a_flag_that_only_the_script_reads_is_one_line(monkeypatch, capsys, name):
     flag = "--" + name.replace("_", "-")
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--cp-ring", f"{flag}=1"])
+    line = f"cp_ring: error: cp_ring.pretrain_gpt does not read {flag}=1: leave it"
+    assert line_of_entry(monkeypatch, capsys, f"{flag}=1").startswith(line)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dynamic"])
+def test_a_rule_names_the_way_out_of_groups(monkeypatch, capsys, kind):
+    def install(argv):
+        raise ConfigError("the line of a rule")
+
+    monkeypatch.setattr(pretrain_gpt, "install", install)
+    flags = "--cp-ring", f"--{kind}-context-parallel"
+    assert line_of_entry(monkeypatch, capsys, *flags) == "cp_ring: error: the line of a rule"
+
+
+def line_of_entry(monkeypatch, capsys, *flags):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags])
     with pytest.raises(Rejected):
         pretrain_gpt.main()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"cp_ring: error: cp_ring.pretrain_gpt does not read {flag}=1: leave it")
+    return line
 
 
 @pytest.mark.slow
