@@ -113,6 +113,7 @@ def test_each_line_of_a_check_has_an_example():
         "--experimental-attention-variant dsa --context-parallel-size 2 --cp-ring-heads 2",
         "--experimental-attention-variant gated_delta_net",
         "--use-megatron-fsdp",
+        "--profile --use-pytorch-profiler",
         "--cuda-graph-impl local --cuda-graph-scope moe_router",
         "--cuda-graph-impl transformer_engine --cuda-graph-scope mlp moe_router moe_preprocess",
         "--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 4",
@@ -150,6 +151,11 @@ def test_what_is_accepted(flags):
         ),
         ("--cuda-graph-impl full_iteration", "full_iteration, which puts attention"),
         ("--train-data-path 0.5 /nowhere/a 0.5 /nowhere/b", "/nowhere/a.idx does not exist"),
+        ("--profile", "--profile without --use-pytorch-profiler needs CUDA"),
+        *(
+            (flag, f"{flag} needs CUDA, and --cp-ring-cpu")
+            for flag in ("--log-straggler", "--record-memory-history", "--use-nccl-ub")
+        ),
     ],
 )
 def test_what_is_rejected_by_the_lines_of_the_page(flags, part):

@@ -23,7 +23,11 @@ HEADLINE = {
     "masks": {"shared_prefix": "cp2", "images": "cp2"},
     "recurrent": {"qwen3_next_states": "cp2", "mamba_states_document_mask_balanced": "cp2"},
     "sparse": {"sparse_gathered": "cp2"},
-    "positions": {"mrope_images_packed_thd": "cp2", "yarn": "cp2"},
+    "positions": {
+        "mrope_images_packed_thd": "cp2",
+        "mrope_images_virtual_pipeline": "pp2cp2",
+        "yarn": "cp2",
+    },
     "recomputation": {"recompute_full_with_keep": "pp2cp2"},
     "chunks of the loss": {"loss_chunk_mtp": "cp2"},
     "one ring over all ranks": {"one_ring": "cp4"},

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SCRIPT = HERE.parents[2] / "launch" / "slurm" / "train.sbatch"
 PRINTED = 4e-6  # 1e-6, and the last digit that Megatron prints
 _STEP = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+)")
+TRACKER = "latest_checkpointed_iteration.txt"
 ENDED = (
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
     "OUT_OF_MEMORY",
@@ -174,7 +175,7 @@ class Job:
 
     @property
     def saved(self):
-        tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
+        tracker = self.checkpoints / TRACKER
         return int(tracker.read_text()) if tracker.is_file() else 0
 
     @property

@@ -2,7 +2,7 @@
 before its time.
 
 Whatever happens, the losses of all tries together are those of a run that nobody disturbed, no step
-before the last checkpoint is done again, and no process is left. All but the first test are a command:
+before the last checkpoint is done again, and no process is left. The slow tests are a command:
 `pytest -m slow tests/tools/slurm`.
 """
 
@@ -16,11 +16,10 @@ import yaml
 from cp_ring.tools import job as config
 from tests import needs
 from tests.megatron.launch import trace, train
-from tests.tools.slurm.cluster import ENDED, PRINTED, Job, running
+from tests.tools.slurm.cluster import ENDED, PRINTED, TRACKER, Job, running
 from tests.tools.slurm.job import TINY, data_that_fails
 
 pytestmark = pytest.mark.xdist_group("slurm")  # one cluster at a time
-TRACKER = "latest_checkpointed_iteration.txt"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter")
 CP2 = {"ranks": 2, "megatron__context_parallel_size": 2}
 CP2_DP2 = {"megatron__context_parallel_size": 2}
@@ -100,21 +99,14 @@ def long(cluster, name):
     return Job(cluster, name, cp_ring__certify=False, **settings, **CP2)
 
 
-def finished(job):
-    """It has done each step once, in two tries, the second from what the first has saved."""
-    assert job.end() == "COMPLETED", job.logs()
-    assert job.starts[0] == 0 < job.starts[1] and len(job.starts) == 2
-    assert sorted(job.trace()) == list(range(1, 121)), job.logs()
-    return " try 1: finished: " in job.log
-
-
 @pytest.mark.ci
 def test_submitted_killed_finished(cluster):
     job = long(cluster, "killed")
     job.reach(45)
     kill_a_rank(job, os.getpid() % 2, of=2)
-    assert finished(job) and " try 0: requeued: failed; " in job.log, job.logs()
-    assert job.starts[1] == 40
+    assert job.end() == "COMPLETED", job.logs()
+    assert job.starts == [0, 40] and sorted(job.trace()) == list(range(1, 121)), job.logs()
+    assert " try 0: requeued: failed; " in job.log and " try 1: finished: " in job.log
 
 
 @pytest.mark.ci
