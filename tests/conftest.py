@@ -38,7 +38,6 @@ LONG = (
     "slurm",
     "test_models_train_as_without_context_parallelism_and_a_planted_fault_shows",
     "test_a_new_user",
-    "test_ctrl_c",
     "tests/fakegpu/test_ring.py",
     "tests/megatron/test_certificate.py",
     "pool",

@@ -11,24 +11,20 @@ from tests.accuracy import PARTS, kinds, ratios
 # Of out and of gradients. The worst cases, full mask and cp 8, measured 1.07 and 1.04, and 1.00 and
 # 1.37: one rank computes in float32 and rounds once, the ring rounds partial gradients on the wire.
 LIMITS = {"float32": (1.15, 1.08), "bfloat16": (1.05, 1.45)}
-KINDS = kinds(2048)
 
 
 @pytest.mark.parametrize(
-    "dtype, sizes, names",
+    "n, dtype, sizes, names",
     [
-        pytest.param("float32", [8], ["full"], marks=pytest.mark.ci),
-        pytest.param("bfloat16", [8], ["causal"], marks=pytest.mark.ci),
-        pytest.param(
-            "float32", [8], ["causal", "window", "prefix", "documents"], marks=pytest.mark.slow
-        ),
-        pytest.param("float32", [2, 4], KINDS, marks=pytest.mark.slow),
-        pytest.param("bfloat16", [2, 4, 8], KINDS, marks=pytest.mark.slow),
+        pytest.param(1024, "float32", [8], ["full"], marks=pytest.mark.ci),
+        pytest.param(1024, "bfloat16", [8], ["causal"], marks=pytest.mark.ci),
+        pytest.param(2048, "float32", [2, 4, 8], kinds(2048), marks=pytest.mark.slow),
+        pytest.param(2048, "bfloat16", [2, 4, 8], kinds(2048), marks=pytest.mark.slow),
     ],
 )
-def test_error_over_that_of_one_rank(dtype, sizes, names):
+def test_error_over_that_of_one_rank(n, dtype, sizes, names):
     """N(0, 1) inputs, mean of 5 draws; most partial results are merged at the largest cp."""
-    results = ratios({name: KINDS[name] for name in names}, sizes, dtype=dtype)
+    results = ratios({name: kinds(n)[name] for name in names}, sizes, dtype=dtype)
     cases = {(name, cp) for name in names for cp in sizes}
     assert {(result["mask"], result["cp"]) for result in results} == cases
     out, grads = LIMITS[dtype]
@@ -47,7 +43,7 @@ def test_sharp_softmax(monkeypatch):
         return case._replace(q=4 * case.q)
 
     monkeypatch.setattr(Case, "draw", sharp)
-    (result,) = ratios({"causal": Mask.causal(2048)}, [4])
+    (result,) = ratios({"causal": Mask.causal(1024)}, [4])
     assert max(result[part] for part in PARTS) <= 1.5
 
 

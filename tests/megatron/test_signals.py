@@ -103,10 +103,9 @@ def main():
     patches.get("exit_signal").apply()
     for method, kind in [("fork", "target"), ("spawn", "target"), ("forkserver", "target"), ("fork", "run")]:
         child = started(method, kind)
-        os.kill(child.pid, signal.SIGSTOP)  # so that both signals are pending
+        os.kill(child.pid, signal.SIGSTOP)  # so that the first signal is pending
         subprocess.run(["kill", "-TERM", str(child.pid)], check=True)
         child.terminate()
-        os.kill(child.pid, signal.SIGCONT)
         child.join()
     children = [started(method, "target") for method in ("fork", "spawn", "forkserver")]
     print(*[child.pid for child in children], flush=True)

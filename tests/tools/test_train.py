@@ -1,10 +1,15 @@
-"""`cp-ring train` from end to end: a tiny job on two ranks, then resumed on one."""
+"""`cp-ring train` from end to end: a tiny job on two ranks that Ctrl-C ends, then resumed on one."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.rank_pool import LIMIT_S
@@ -26,15 +31,16 @@ TINY = {
 }
 
 
-def run(folder, line):
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
-
-
-def train(folder, settings, *more):
-    """`cp-ring train quickstart` in `folder` with these settings."""
+def line(settings):
+    """The command line of `cp-ring train quickstart` with these settings."""
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return run(
-        folder, [sys.executable, "-m", "cp_ring.tools", "train", "quickstart", *overrides, *more]
+    return [sys.executable, "-m", "cp_ring.tools", "train", "quickstart", *overrides]
+
+
+def train(folder, settings):
+    """Runs it in `folder`."""
+    return subprocess.run(
+        line(settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 
@@ -55,45 +61,77 @@ def folder(tmp_path):
     return tmp_path
 
 
-def losses_of(output):
-    """Step number to loss, from the lines that Megatron prints."""
-    found = re.findall(r"iteration +(\d+)/ *\d+ \|.*?lm loss: (\S+)", output)
-    return {int(step): float(loss) for step, loss in found}
+def closing(folder, step):
+    """The last line that a run shows."""
+    return (
+        f"cp_ring: step {step}: checkpoints and tensorboard are in {folder / 'out'}; the same "
+        "command goes on from there"
+    )
+
+
+def interrupted(folder, settings):
+    """Ctrl-C after step 3 of a job: its exit code, both outputs, and the processes that are left."""
+    shown = []
+    with (folder / "told").open("w") as told, subprocess.Popen(
+        line(settings), cwd=folder, stdout=subprocess.PIPE, stderr=told, text=True,
+        start_new_session=True,
+    ) as job:  # fmt: skip
+        reader = threading.Thread(target=lambda: shown.extend(job.stdout))
+        reader.start()
+        end = time.monotonic() + LIMIT_S
+        while job.poll() is None and not any("step 3/" in text for text in shown):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        processes = psutil.Process(job.pid).children(recursive=True)
+        os.killpg(job.pid, signal.SIGINT)
+        job.wait(timeout=LIMIT_S)
+        reader.join()
+    running = [process for process in processes if process.is_running()]
+    left = [each for each in running if each.status() != psutil.STATUS_ZOMBIE]
+    return job.returncode, "".join(shown), (folder / "told").read_text(), left
 
 
 @pytest.mark.ci
 def test_a_new_user(folder):
-    """Train, and resume at another size by the printed command line."""
-    settings = TINY | {"megatron.train_iters": 3, "megatron.context_parallel_size": 2}
-    first = train(folder, settings)
-    assert first.returncode == 0, first.stderr[-4000:]
-    assert list(steps(first.stdout)) == [1, 2, 3]
-    assert "validation loss at iteration 3 on validation set" in first.stdout
-    assert len(re.findall(r"^step \d/3 \| ms \S+ \|", first.stdout, re.MULTILINE)) == 3
-    assert len(first.stdout.splitlines()) <= 14, first.stdout
-    assert all(line.startswith("cp_ring: ") for line in first.stderr.splitlines()), first.stderr
+    """Train, end with Ctrl-C, and go on at another size to the end."""
+    code, shown, told, left = interrupted(
+        folder,
+        TINY
+        | {
+            "megatron.train_iters": 100000,
+            "megatron.context_parallel_size": 2,
+            "megatron.num_workers": 2,
+        },
+    )
+    assert code == 128 + signal.SIGINT, shown + told
+    assert not left and "Traceback" not in shown
+    saved = int((folder / "out/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 3 and [*steps(shown)] == [*range(1, saved + 1)]
+    assert len(re.findall(r"^step \d+/100000 \| ms \S+ \|", shown, re.MULTILINE)) == saved
+    assert "; Ctrl-C saves and ends, a second one ends without saving" in shown
+    assert len(shown.splitlines()) <= 11 + saved, shown
+    assert all(line.startswith("cp_ring: ") for line in told.splitlines()), told
+    assert shown.splitlines()[-1] == closing(folder, saved)
     (file,) = (folder / "out" / "logs").glob("train-*.log")
     log = file.read_text()
-    assert len(log.splitlines()) > 800 and "number of layers" not in first.stdout
-    for words in ("[rank 0]   hidden_size ....", "[rank 1]  [20", "iteration        3/       3"):
+    assert len(log.splitlines()) > 800 and "number of layers" not in shown
+    for words in ("[rank 0]   hidden_size ....", "[rank 1]  [20", "iteration        3/  100000"):
         assert words in log, words
-    (name,) = re.findall(r"cp_ring: the output of all ranks goes to (\S+);", first.stdout)
+    (name,) = re.findall(r"cp_ring: the output of all ranks goes to (\S+);", shown)
     assert folder / name == file
-    closing = first.stdout.splitlines()[-1]
-    assert closing.startswith(
-        f"cp_ring: step 3: checkpoints and tensorboard are in {folder / 'out'}; "
-    )
-    assert list((folder / "out" / "tensorboard").glob("events.*"))
     (corpus,) = (folder / "corpora").iterdir()
     built = (corpus / "train.bin").stat().st_mtime_ns
 
-    settings |= {"megatron.train_iters": 5, "megatron.context_parallel_size": 1}
-    shown = train(folder, settings, "--print-flags")
-    (folder / "by_hand.sh").write_text(shown.stdout)
-    by_hand = run(folder, ["bash", "by_hand.sh"])
-    assert by_hand.returncode == 0, shown.stderr + by_hand.stdout + by_hand.stderr
-    assert list(losses_of(by_hand.stdout)) == [4, 5]
-    assert (folder / "out" / "checkpoints" / "iter_0000005").is_dir()
+    last = saved + 2
+    settings = {"megatron.train_iters": last, "megatron.context_parallel_size": 1}
+    done = train(folder, TINY | settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"cp_ring: resuming from step {saved}" in done.stdout
+    assert [*steps(done.stdout)] == [saved + 1, last]
+    assert f"validation loss at iteration {last} on validation set" in done.stdout
+    assert done.stdout.splitlines()[-1] == closing(folder, last)
+    assert list((folder / "out" / "tensorboard").glob("events.*"))
+    assert (folder / "out" / "checkpoints" / f"iter_{last:07}").is_dir()
     assert (corpus / "train.bin").stat().st_mtime_ns == built
     assert list((folder / "corpora").iterdir()) == [corpus]
 

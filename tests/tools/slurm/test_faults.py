@@ -95,7 +95,7 @@ def kill_a_rank(job, index, of=4):
 
 def long(cluster, name):
     """A job of one rank on each node: nearly all of its time is the start of the ranks."""
-    settings = {"megatron__save_interval": 40, "megatron__train_iters": 120}
+    settings = {"megatron__save_interval": 40, "megatron__train_iters": 80}
     return Job(cluster, name, cp_ring__certify=False, **settings, **CP2)
 
 
@@ -105,7 +105,7 @@ def test_submitted_killed_finished(cluster):
     job.reach(45)
     kill_a_rank(job, os.getpid() % 2, of=2)
     assert job.end() == "COMPLETED", job.logs()
-    assert job.starts == [0, 40] and sorted(job.trace()) == list(range(1, 121)), job.logs()
+    assert job.starts == [0, 40] and sorted(job.trace()) == list(range(1, 81)), job.logs()
     assert " try 0: requeued: failed; " in job.log and " try 1: finished: " in job.log
 
 
@@ -140,7 +140,7 @@ def test_warned_while_its_ranks_train_and_while_they_load(cluster):
     job.warn()
     assert job.end() == "COMPLETED", job.logs()
     assert 45 <= saved == job.starts[1] < job.starts[2] and len(job.starts) == 3
-    assert sorted(job.trace()) == list(range(1, 121)), job.logs()
+    assert sorted(job.trace()) == list(range(1, 81)), job.logs()
     assert " try 0: requeued: warned; " in job.log and " try 1: requeued: warned; " in job.log
     assert " try 2: finished: " in job.log and "SIGUSR1: saving, then ending" in job.logs()
 
