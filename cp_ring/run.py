@@ -17,6 +17,7 @@ from pathlib import Path
 from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import progress, signals
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.ending import ending_soon
 from cp_ring.megatron.flags.checks_documents import documents_flag, splits_packed
 from cp_ring.megatron.options import Options
@@ -84,11 +85,17 @@ def _check_batches(script: Path, config: Options) -> None:
             "--dataloader-inter-document-masking (Megatron 0.19 and later) in place of it and of "
             "--reset-position-ids"
         )
+    text = script.read_text()
     packed = asked.dataloader_inter_document_masking or (asked.sft and asked.cp > 1)
-    if packed and "get_thd_batch_on_this_cp_rank" in script.read_text():  # Megatron's branch dev
+    if packed and "get_thd_batch_on_this_cp_rank" in text:  # Megatron's branch dev
         raise ConfigError(
             f"{documents_flag(asked, config)}: {script} of Megatron's branch dev loses the "
             "documents of its rows: run cp_ring.pretrain_gpt in place of it"
+        )
+    if asked.dataloader_inter_document_masking and _stages_lack_rows(asked, text):
+        raise ConfigError(
+            f"--dataloader-inter-document-masking with pipeline stages: {script} gives middle stages "
+            "no rows, and passes one row on: run cp_ring.pretrain_gpt in place of it"
         )
     moved = not config.named_layout.stock and not config.mask_kinds
     if moved and not splits_packed(asked, config):
@@ -97,6 +104,21 @@ def _check_batches(script: Path, config: Options) -> None:
             "batches by Megatron's zigzag; balanced can split packed batches (--sft, "
             "--dataloader-inter-document-masking): leave it out"
         )
+
+
+def _stages_lack_rows(asked: Asked, script: str) -> bool:
+    """Return True for the text of a Megatron script that builds packed rows for the first and the
+    last pipeline stage alone, where there are others, or where a microbatch has several rows.
+    """
+    stages, rows = asked.pipeline_model_parallel_size or 1, asked.micro_batch_size or 1
+    virtual = asked.first(
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_model_parallel_layout",
+    )
+    built = script.partition("def is_dataset_built_on_rank")[2]
+    own = built.count("dataloader_inter_document_masking") == 1  # in the configuration alone
+    return bool(own and (stages > 2 or (stages > 1 and (virtual or rows > 1))))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,37 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     assert "homes: ['megatron.training.arguments', 'torch.cuda']" in done.stdout
 
 
+AS_MEGATRONS = """
+def is_dataset_built_on_rank():
+    return is_packed_sequence or is_first_or_last_pipeline_stage()
+config = dict(inter_document_masking=args.dataloader_inter_document_masking)
+"""
+MENDED = f"{AS_MEGATRONS}is_packed_sequence = args.sft or args.dataloader_inter_document_masking"
+
+
+@pytest.mark.parametrize(
+    "flags, text, lack",
+    [
+        ("--pipeline-model-parallel-size 3", AS_MEGATRONS, True),
+        ("--pipeline-model-parallel-size 2 --micro-batch-size 2", AS_MEGATRONS, True),
+        (
+            "--pipeline-model-parallel-size=2 --num-layers-per-virtual-pipeline-stage 1",
+            AS_MEGATRONS,
+            True,
+        ),
+        ("--pipeline-model-parallel-size 2", AS_MEGATRONS, False),
+        ("--micro-batch-size 2", AS_MEGATRONS, False),
+        ("--pipeline-model-parallel-size 3", MENDED, False),
+        ("--pipeline-model-parallel-size 3", "a script of another kind", False),
+    ],
+)
+def test_stages_that_the_script_builds_no_rows_for(flags, text, lack):
+    from cp_ring.patches.install import asked_of
+    from cp_ring.run import _stages_lack_rows
+
+    assert _stages_lack_rows(asked_of(flags.split()), text) is lack
+
+
 def test_without_cuda_the_flag_for_the_cpu_is_named():
     done = subprocess.run(
         [sys.executable, "-m", "cp_ring.run", SCRIPT, "--cp-ring"],

@@ -102,6 +102,27 @@ def test_pretrain_gpt_of_megatron_lm(megatron_lm, tmp_path, model):
             assert "of Megatron's branch dev loses the documents of its rows" in found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", ["--num-layers-per-virtual-pipeline-stage 1", "--micro-batch-size 2"]
+)
+def test_stages_without_rows_of_megatron_lm(megatron_lm, tmp_path, more):
+    """Where the script itself fails, and cp_ring's own entry trains."""
+    text = (megatron_lm / SCRIPT).read_text()
+    if text.count(UNREAD) != 3:
+        pytest.skip("a script that does not read the flag, or builds rows for all stages")
+    flags = shlex.split(
+        f"--num-layers 4 --pipeline-model-parallel-size 2 {more} --{UNREAD.replace('_', '-')}"
+    )
+    usual, script = usual_flags("documents", tmp_path), str(megatron_lm / SCRIPT)
+    stock = attempt(2, "stock", [script, *flags], tmp_path, usual)
+    assert stock.code not in (0, 2) and not stock.losses, stock.output
+    found = losses([*flags, *RING], 2, megatron_lm, tmp_path, usual)
+    assert "passes one row on: run cp_ring.pretrain_gpt in place of it" in found
+    own = attempt(2, "own", [*flags, *RING], tmp_path, usual)
+    assert len(own.losses) == 5, own.output
+
+
 VLM = """
     --img-h 28 --img-w 28 --patch-dim 14 --ckpt-format torch --calculate-per-token-loss
     --dataloader-seq-length 64
