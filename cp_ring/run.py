@@ -94,8 +94,8 @@ def _check_batches(script: Path, config: Options) -> None:
         )
     if asked.dataloader_inter_document_masking and _stages_lack_rows(asked, text):
         raise ConfigError(
-            f"--dataloader-inter-document-masking with pipeline stages: {script} gives middle stages "
-            "no rows, and passes one row on: run cp_ring.pretrain_gpt in place of it"
+            f"--dataloader-inter-document-masking with pipeline stages: {script} gives middle "
+            "stages no rows, and passes one row on: run cp_ring.pretrain_gpt in place of it"
         )
     moved = not config.named_layout.stock and not config.mask_kinds
     if moved and not splits_packed(asked, config):
