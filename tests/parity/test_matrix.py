@@ -35,7 +35,7 @@ HEADLINE = {
     "resuming": {"resumed": "tp2cp2"},
     "bf16": {"bf16": "cp2"},
 }  # fmt: skip
-PLANTED = ("windows", "packed", "latents", "masks", "recurrent", "wire")
+PLANTED = ("windows", "packed", "recurrent")
 """The groups of which the fault of the first model must show, on two ranks."""
 
 
