@@ -36,6 +36,7 @@ EXAMPLES = {
 --window-size 16,4
 --window-size 16,0 --window-attn-skip-freq [1]
 --window-size 16,0 --window-attn-skip-freq 0
+--qk-clip
 --hybrid-context-parallel
 --cp-partition-mode contiguous
 --experimental-attention-variant dsv4_hybrid

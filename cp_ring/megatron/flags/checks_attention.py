@@ -42,6 +42,14 @@ def windows(args: Asked, options: Options) -> str | None:
     return None
 
 
+def largest_logits(args: Asked, options: Options) -> str | None:
+    """Reject largest logits of a model in float32."""
+    flag = args.first("qk_clip", "log_max_attention_logit")
+    if flag and not args.first("bf16", "fp16"):
+        return f"{flag}: Megatron reads logits of 16-bit models alone: add --bf16"
+    return None
+
+
 def other_attention(args: Asked, options: Options) -> str | None:
     """Reject features that split tokens or compute attention in another way."""
     if flag := args.first("hybrid_context_parallel", "dynamic_context_parallel"):
@@ -122,5 +130,5 @@ def offloaded_gate(args: Asked, options: Options) -> str | None:
 
 
 ATTENTION: tuple[Check, ...] = (
-    dropout, windows, other_attention, sparse, graphs, offloaded_gate
+    dropout, windows, largest_logits, other_attention, sparse, graphs, offloaded_gate
 )  # fmt: skip
