@@ -94,8 +94,8 @@ def _check_batches(script: Path, config: Options) -> None:
         )
     if asked.dataloader_inter_document_masking and _stages_lack_rows(asked, text):
         raise ConfigError(
-            f"--dataloader-inter-document-masking with pipeline stages: {script} gives middle "
-            "stages no rows, and passes one row on: run cp_ring.pretrain_gpt in place of it"
+            f"--dataloader-inter-document-masking: {script} does not give each pipeline stage its "
+            "packed rows: run cp_ring.pretrain_gpt in place of it"
         )
     moved = not config.named_layout.stock and not config.mask_kinds
     if moved and not splits_packed(asked, config):
@@ -108,7 +108,8 @@ def _check_batches(script: Path, config: Options) -> None:
 
 def _stages_lack_rows(asked: Asked, script: str) -> bool:
     """Return True for the text of a Megatron script that builds packed rows for the first and the
-    last pipeline stage alone, where there are others, or where a microbatch has several rows.
+    last pipeline stage alone, where there are others, or where a microbatch has several rows: later
+    stages expect these apart.
     """
     stages, rows = asked.pipeline_model_parallel_size or 1, asked.micro_batch_size or 1
     virtual = asked.first(
