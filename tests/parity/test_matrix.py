@@ -12,12 +12,12 @@ from tests.parity.models import MODELS, SPLITS
 # What README.md and docs/support.md promise, a kind of promise to a group, and each split with some
 # model.
 HEADLINE = {
-    "dense": {"causal": "cp4 a2a"},
+    "dense": {"causal": "a2a"},
     "windows": {"window_on_alternate_layers_balanced": "cp2"},
     "sinks": {"sinks_and_window": "cp2"},
     "packed": {"packed_thd": "a2a+p2p", "inter_document_balanced": "pp2cp2"},
     "fine-tuning": {"sft_dealt": "dp2cp2", "sft_script": "cp2"},
-    "latents": {"mla_latent_wire": "tp2cp2"},
+    "latents": {"mla_latent_wire": "cp2"},
     "experts": {"moe_sequence_parallel": "tp2cp2"},
     "predictions": {"mtp_uneven_loss_mask_mean": "cp2"},
     "masks": {"shared_prefix": "cp2", "images": "cp2"},
@@ -26,7 +26,6 @@ HEADLINE = {
     "positions": {
         "mrope_images_packed_thd": "cp2",
         "mrope_images_virtual_pipeline": "pp2cp2",
-        "yarn": "cp2",
     },
     "recomputation": {"recompute_full_with_keep": "cp2"},
     "chunks of the loss": {"loss_chunk_mtp": "cp2"},
