@@ -113,9 +113,7 @@ def _stages_lack_rows(asked: Asked, script: str) -> bool:
     """
     stages, rows = asked.pipeline_model_parallel_size or 1, asked.micro_batch_size or 1
     virtual = asked.first(
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "pipeline_model_parallel_layout",
+        "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
     )
     built = script.partition("def is_dataset_built_on_rank")[2]
     own = built.count("dataloader_inter_document_masking") == 1  # in the configuration alone

@@ -99,7 +99,7 @@ SUMS = (
     room("ring 2: Megatron", 67_000, 67_000, _ADAPTER),
     room("ring 3: tools", 22_000, 22_180, "cp_ring/tools"),
     room("all", 196_000, 195_990, "cp_ring patches"),
-    room("tests", 220_000, 248_690, "tests"),
+    room("tests", 220_000, 248_700, "tests"),
 )
 """Several rooms together, and the tests."""
 

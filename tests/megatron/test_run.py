@@ -90,6 +90,11 @@ MENDED = f"{AS_MEGATRONS}is_packed_sequence = args.sft or args.dataloader_inter_
             True,
         ),
         ("--pipeline-model-parallel-size 2", AS_MEGATRONS, False),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL",
+            AS_MEGATRONS,
+            False,
+        ),
         ("--micro-batch-size 2", AS_MEGATRONS, False),
         ("--pipeline-model-parallel-size 3", MENDED, False),
         ("--pipeline-model-parallel-size 3", "a script of another kind", False),
