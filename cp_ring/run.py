@@ -107,9 +107,9 @@ def _check_batches(script: Path, config: Options) -> None:
 
 
 def _stages_lack_rows(asked: Asked, script: str) -> bool:
-    """Return True for the text of a Megatron script that builds packed rows for the first and the
-    last pipeline stage alone, where there are others, or where a microbatch has several rows: later
-    stages expect these apart.
+    """Return True if the script, given as text, builds packed rows for the first and the last
+    pipeline stage alone, as Megatron's own do, and the job has other stages, or several rows in a
+    microbatch, which later stages expect apart.
     """
     stages, rows = asked.pipeline_model_parallel_size or 1, asked.micro_batch_size or 1
     virtual = asked.first(

@@ -101,6 +101,10 @@ def test_a_new_user(folder):
             "megatron.train_iters": 100000,
             "megatron.context_parallel_size": 2,
             "megatron.num_workers": 2,
+            # no further lines, however many steps it makes until then
+            "megatron.save_interval": 100000,
+            "megatron.eval_interval": 100000,
+            "cp_ring.timing": 0,
         },
     )
     assert code == 128 + signal.SIGINT, shown + told
