@@ -39,7 +39,6 @@ def test_the_watchdog_does_not_ask_a_device_that_captures(monkeypatch):
     batch = type(
         "Batch", (), {"receives": [(None, [OnDevice()])], "sends": [], "kind": "keys", "hop": 1}
     )()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     group = LoopbackTransport(0, 1)
     (unwatched := Watch()).begin(batch, [])
     assert unwatched.sampled is None, "nobody would free the works"

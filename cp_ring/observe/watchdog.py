@@ -13,6 +13,7 @@ some backends do not report that a peer is gone.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -74,7 +75,8 @@ class Watch:
         now = time.monotonic()
         self.waits[threading.get_ident()] = batch, now
         first = (batch.receives or batch.sends)[0][1][0]
-        if _dogs and self.sampled is None and first.is_cuda and not _capturing():
+        sampled = _dogs and self.sampled is None and first.is_cuda
+        if sampled and not torch.cuda.is_current_stream_capturing():  # graphs never complete
             # on CUDA `wait` returns at once; the device waits. A watchdog frees the works.
             self.sampled = (_describe(self, batch), now, works, first.device)
 
@@ -111,11 +113,6 @@ def rest() -> None:
     """Reset the notes after a trial run of attention."""
     WATCH.last = WATCH.sampled = None
     _calls.clear()
-
-
-def _capturing() -> bool:
-    """Return True while a CUDA graph is captured, whose messages are never complete."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _describe(watch: Watch, batch: Any) -> dict[str, Any]:
@@ -261,10 +258,14 @@ class Watchdog:
 
 def _completed(works: Sequence[Any], device: torch.device) -> bool:
     """Return True if the messages are complete. The question is asked on their own device, because
-    it would take memory of another one.
+    it would take memory of another one, and so that it breaks no CUDA graph that another thread
+    captures.
 
     The device of a new thread is the first one, which belongs to another rank.
     """
+    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
+    with contextlib.suppress(AttributeError):  # torch without CUDA
+        ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     with torch.cuda.device(device):
         return all(work.is_completed() for work in works)
 

@@ -45,12 +45,6 @@ def _report(title: str, results: list[dict[str, Any]], as_json: bool) -> None:
     emit({**about, "rows": results}, as_json, show)
 
 
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _positive(text: str) -> Any:
     return typer.Option(min=1, metavar="N", help=text)
 
@@ -75,7 +69,8 @@ def attention(
 
     from cp_ring.tools.bench_attention import Contest, run
 
-    device, gpus = _device(), torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
+    device = "cuda" if gpus else "cpu"
     if gpus and gpus < cp:
         raise ConfigError(
             f"--cp {cp}: there are {gpus} GPUs; CUDA_VISIBLE_DEVICES= measures on the CPU"

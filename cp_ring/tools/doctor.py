@@ -65,8 +65,7 @@ def _requirements() -> Lines:
         if version is None:
             yield name, f"problem: not installed: pip install '{text}'"
         elif not _within(needed, version):
-            advice = f"{version}: cp_ring needs {needed}: pip install '{text}'"
-            yield name, f"problem: {advice}"
+            yield name, f"problem: {version}: cp_ring needs {needed}: pip install '{text}'"
         elif name == "torch":
             yield name, version
 
@@ -95,8 +94,9 @@ def _megatron() -> Lines:
     except ConfigError as error:
         yield "megatron-core", f"problem: {version}: {error}"
         return
-    state = compat.development() or f"in range {compat.SUPPORTED}"
-    yield "megatron-core", f"{version} ({state})"
+    yield "megatron-core", f"{version} ({compat.development() or f'in range {compat.SUPPORTED}'})"
+    if compat.within("<0.19"):  # which does it wrong
+        yield "full --moe-z-loss-coeff", "absent: needs megatron-core 0.19"
 
 
 _OPTIONAL = (
@@ -118,8 +118,7 @@ def _optional_packages() -> Lines:
             continue
         version = version_of(package) or "unknown version"
         if name == "Apex" and compat.apex() == "other":
-            advice = "not NVIDIA's, but a package of the same name: pip uninstall apex"
-            yield name, f"problem: {version}: {advice}"
+            yield name, f"problem: {version}: not NVIDIA's: pip uninstall apex"
             continue
         try:
             importlib.import_module(module)
@@ -142,10 +141,8 @@ def _machine() -> Lines:
         yield f"GPU {index}", about
     if torch.cuda.is_available():
         high = os.environ.get("TORCH_NCCL_HIGH_PRIORITY") == "1"
-        advice = (
-            "messages of groups of your own wait for kernels; Megatron jobs have it by themselves"
-        )
-        yield "TORCH_NCCL_HIGH_PRIORITY", "1" if high else f"absent: {advice}"
+        advice = "absent: messages of your own groups wait for kernels; Megatron jobs have it"
+        yield "TORCH_NCCL_HIGH_PRIORITY", "1" if high else advice
 
 
 def _kernels() -> Lines:
@@ -175,21 +172,11 @@ def _patches() -> Lines:
         yield patch["name"], "absent: " * state.startswith("rejected") + state
 
 
-def _known_errors() -> Lines:
-    """Say what the installed Megatron does wrong."""
-    from cp_ring.megatron import compat
-
-    if compat.within("<0.19"):
-        what = "--moe-z-loss-coeff at its full weight under context parallelism"
-        yield what, "absent: needs megatron-core 0.19"
-
-
 SECTIONS = {
     "versions": (_requirements, _megatron, _optional_packages),
     "machine": (_machine,),
     "kernels": (_kernels,),
     "patches": (_patches,),
-    "known errors": (_known_errors,),
 }
 """The report: what finds the lines of each section."""
 

@@ -46,12 +46,10 @@ def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], st
 def _of_file(path: str) -> Ints:
     try:
         numbers = np.array(Path(path).read_text().split(), np.int64)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise PlanError(
-            f"--lengths {path}: neither lognormal:MEAN nor a file: {error.strerror}"
+            f"--lengths {path}: neither lognormal:MEAN nor a file of whole numbers: {error}"
         ) from None
-    except ValueError as error:
-        raise PlanError(f"--lengths {path}: not whole numbers: {error}") from None
     if not len(numbers) or numbers.min() < 1:
         raise PlanError(f"--lengths {path}: it must have documents, each of at least 1 token")
     return numbers

@@ -45,7 +45,8 @@ EXAMPLES = {
 --batch-invariant-mode
 --experimental-attention-variant dsa --cp-ring-layout balanced
 --experimental-attention-variant dsa --context-parallel-size 2 --dsa-indexer-loss-coeff 0.01
---cuda-graph-impl local
+--cuda-graph-impl transformer_engine
+--cuda-graph-impl local --cp-ring-document-mask
 --attention-output-gate --fine-grained-activation-offloading --offload-modules core_attn
 """,
     "Documents and recurrent layers": """
@@ -120,7 +121,9 @@ def line_of(flags, parser=None):
     vars(args).update(later)
     options = Options.from_args(args)
     try:
-        resolve.run_on_cpu(args, words)
+        graphs = args.cuda_graph_impl  # as on a GPU
+        resolve.run_on_cpu(args, [word for word in words if word != "--cuda-graph-impl"])
+        args.cuda_graph_impl = graphs
         resolve.check(args, options, (*JOB, *HERE))
     except ConfigError as error:
         return error.args[-1]

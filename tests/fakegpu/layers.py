@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -67,6 +68,30 @@ def blocks(cases, implementation="local", steps=3, planted=False):
     mark("end")
 
 
+def graphs(cases, implementation="local", planted=False):
+    """Two layers a case, of which Megatron makes graphs after a step, "<case> before" in the log,
+    in "<case> capture"; it launches them in "<case> 0" and "<case> 1". planted: see `blocks`.
+    """
+    _start(use_cudagraphable_rng=True)
+    with recorded():
+        for name, case in cases.items():
+            mark(f"{name}, made")
+            step = _step_of(implementation, cuda_graph_impl="local", cuda_graph_modules=[], **case)
+            for weight in step.args[0].parameters():
+                weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            mark(f"{name} before")
+            step()
+            mark(f"{name} capture")
+            with PLANTS[name]() if planted else nullcontext():
+                create_cudagraphs()
+            for number in range(2):
+                mark(f"{name} {number}")
+                step()
+            delete_cuda_graphs()
+            torch.cuda.synchronize()  # Megatron makes the next layers on another stream
+    mark("end")
+
+
 def memory(folder, cases):
     """Writes <rank>.json: for each case the bytes that layers keep for backward, and the most that
     are allocated in a step. Gradients of weights go to buffers, as in Megatron's training.
@@ -104,9 +129,9 @@ def beside(case, counts):
             yield name, partial(_step_of, "local", documents=documents, **light)
 
 
-def _start():
+def _start(**generators):
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    model_parallel_cuda_manual_seed(5)
+    model_parallel_cuda_manual_seed(5, **generators)
 
 
 def _step_of(implementation, options, documents=None, **more):

@@ -28,6 +28,8 @@ CASES = {
     "heads": {"options": {"heads": 2}},
     "recompute": FULL,
 }
+GRAPHED = {name: case for name, case in CASES.items() if name not in ("packed", "recompute")}
+GRAPHED["core_attn"] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 PLANTED = ("sync in a hop", "lost wait for keys", "values before keys")
 
 
@@ -41,10 +43,10 @@ def checked(logs, cases):
             assert log.kernels(f"{case} 1") == log.kernels(f"{case} 2") != []
 
 
-def with_kernel(kernel):
+def with_kernel(kernel, cases=CASES):
     return {
         name: case | {"options": {"kernel": kernel, **case.get("options", {})}}
-        for name, case in CASES.items()
+        for name, case in cases.items()
     }
 
 
@@ -52,6 +54,51 @@ def with_kernel(kernel):
 def test_layers_of_megatron(gpus):
     cases = with_kernel("flash_aten")
     checked(gpus.run("tests.fakegpu.layers:blocks", 2, 90, cases=cases), cases)
+
+
+def captured(gpus, kernel, implementation, names):
+    """A graph has all that a layer launches and sends; a step launches nothing else."""
+    cases = with_kernel(kernel, {name: GRAPHED[name] for name in names})
+    logs = gpus.run(
+        "tests.fakegpu.layers:graphs", 2, 90, cases=cases, implementation=implementation
+    )
+    assert not hangs(logs) and not mismatches(logs)
+    for log in logs:
+        assert not races(log) and not log.stubs() and not log.capture_faults
+        for case in cases:
+            capture, before = f"{case} capture", f"{case} before"
+            assert len(log.kernels(capture)) > len(log.kernels(before)) > 0
+            assert log.of(capture, "nccl") and log.of(before, "nccl")
+            for step in (f"{case} 0", f"{case} 1"):
+                launched = [kernel.name for kernel in log.kernels(step)]
+                # TransformerEngine also fills a tensor before each
+                assert launched.count("graph") == 4 and len(launched) <= 8
+                assert not log.of(step, "nccl")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["sinks"], marks=pytest.mark.ci),
+        pytest.param([*GRAPHED], marks=pytest.mark.slow),
+    ],
+)
+def test_megatrons_graphs_of_layers(gpus, names):
+    captured(gpus, "flash_aten", "local", names)
+
+
+@pytest.mark.slow
+def test_megatrons_graphs_of_layers_of_transformer_engine(with_te):
+    captured(with_te, "transformer_engine", "transformer_engine", GRAPHED)
+
+
+@pytest.mark.slow
+def test_a_fault_in_megatrons_graphs_is_found(gpus):
+    options = {"kernel": "flash_aten"}
+    cases = {"sync in a hop": {"options": options}, "lost wait for keys": {"options": options}}
+    logs = gpus.run("tests.fakegpu.layers:graphs", 2, 90, cases=cases, planted=True)
+    for log in logs:
+        assert all(any(case in fault for fault in log.capture_faults) for case in cases)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import pytest
 
 from tests.fakegpu import te_build
 from tests.fakegpu.build import HERE
+
+PRIVATE = re.compile(r"\._[a-z]\w*")
 
 
 @pytest.mark.slow
@@ -23,3 +26,13 @@ def test_every_step_runs(gpus, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     kernels = {row.get("kernel") for row in rows if "rejected" not in row}
     assert {"transformer_engine", "flash_aten"} <= kernels
+
+
+def test_private_names_that_the_steps_read_exist():
+    """Else a step would find it on a GPU alone."""
+
+    def names(folder):
+        return {name for path in folder.rglob("*.py") for name in PRIVATE.findall(path.read_text())}
+
+    used = names(HERE.parent / "gpu")
+    assert "._untried" in used and used <= names(HERE.parents[1] / "cp_ring") | {"._sleep"}

@@ -6,6 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -13,7 +14,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from cp_ring import Options
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat, rejection
-from cp_ring.megatron.adapter import notes
+from cp_ring.megatron.adapter import notes, planned
+from cp_ring.megatron.adapter.documents import DocumentParams, Documents
 from cp_ring.megatron.flags import (
     argument_parser,
     checks_attention,
@@ -114,7 +116,9 @@ def test_each_line_of_a_check_has_an_example():
         "--experimental-attention-variant gated_delta_net",
         "--use-megatron-fsdp",
         "--profile --use-pytorch-profiler",
-        "--cuda-graph-impl local --cuda-graph-scope moe_router",
+        "--cuda-graph-impl local",
+        "--cuda-graph-impl local --cuda-graph-modules attn mlp --window-size 8,0",
+        "--cuda-graph-impl local --cuda-graph-scope moe_router --cp-ring-document-mask",
         "--cuda-graph-impl transformer_engine --cuda-graph-scope mlp moe_router moe_preprocess",
         "--hybrid-layer-pattern G*- --context-parallel-size 4 --linear-num-key-heads 4",
     ],
@@ -142,14 +146,23 @@ def test_what_is_accepted(flags):
         (f"{LATENT} --delay-wgrad-compute", "does not support --delay-wgrad-compute"),
         ("--hybrid-layer-pattern D- --cp-ring-layout balanced", "-layer-pattern D-: Megatron's"),
         ("--cuda-graph-impl transformer_engine", "transformer_engine, which puts attention"),
-        ("--enable-cuda-graph", "--enable-cuda-graph, which puts attention"),
+        ("--enable-cuda-graph --cp-ring-debug", "-graph with --cp-ring-debug, which puts attent"),
         ("--external-cuda-graph", "--external-cuda-graph, which puts attention"),
-        ("--cuda-graph-impl local --cuda-graph-modules mlp", "local --cuda-graph-modules mlp, "),
+        ("--cuda-graph-impl local --cuda-graph-modules mlp --sft", "modules mlp with --sft, which"),
         (
             "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp",
-            "transformer_engine --cuda-graph-modules attn mlp, which puts attention",
+            "transformer_engine --cuda-graph-modules attn mlp, which puts attention into a CUDA "
+            "graph: give --cuda-graph-impl local --cuda-graph-modules attn",
         ),
         ("--cuda-graph-impl full_iteration", "full_iteration, which puts attention"),
+        (
+            "--cuda-graph-impl local --cuda-graph-scope full_iteration",
+            "modules full_iteration, which",
+        ),
+        *(
+            (f"--cuda-graph-impl local {lost}", f"with {lost}, which puts attention into a CUDA")
+            for lost in ("--cp-ring-document-mask", "--hybrid-layer-pattern M*-", "--qk-clip")
+        ),
         ("--train-data-path 0.5 /nowhere/a 0.5 /nowhere/b", "/nowhere/a.idx does not exist"),
         ("--profile", "--profile without --use-pytorch-profiler needs CUDA"),
         *(
@@ -279,6 +292,17 @@ def test_documents_that_a_pipeline_stage_has_lost(one_rank, options, whole_rows,
         attention(q, q, q)
 
 
+def test_documents_in_a_graph_that_would_repeat_them(one_rank, monkeypatch):
+    """Of a program, whose flags do not say that its batches have documents."""
+    attention, q = core_attention(), torch.randn(8, 1, 4, 8)
+    packed = DocumentParams.carry(Documents.in_rows(np.array([0, 3, 8]), 1, 1))
+    assert attention(q, q, q).shape == attention(q, q, q, packed_seq_params=packed).shape
+    monkeypatch.setattr(planned, "capturing", lambda device: True)
+    attention(q, q, q)
+    with pytest.raises(ConfigError, match="layer 1: a CUDA graph would repeat the documents"):
+        attention(q, q, q, packed_seq_params=packed)
+
+
 def test_double_backward(one_rank):
     q = torch.randn(8, 1, 4, 8, requires_grad=True)
     total = core_attention()(q, q, q).square().sum()
@@ -310,6 +334,11 @@ def test_the_cpu_runtime_needs_one_flag(parse):
     )
     assert not args.masked_softmax_fusion and not args.gradient_accumulation_fusion
     assert not args.gradient_reduce_div_fusion  # gloo has no such reduction
+
+
+def test_graphs_without_cuda(parse, capsys):
+    (line,) = rejections_of(parse, capsys, *BASE, "--cuda-graph-impl", "local")
+    assert line.endswith("local needs CUDA, and --cp-ring-cpu runs without it: give none")
 
 
 def test_an_empty_data_set(parse, capsys, tmp_path):

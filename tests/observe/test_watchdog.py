@@ -135,7 +135,7 @@ class Store(dict):
 
 def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)
-    ended, device, asked = [], torch.device("cuda", 5), []
+    ended, device, asked, modes = [], torch.device("cuda", 5), [], []
 
     @contextmanager
     def on(it):
@@ -147,9 +147,16 @@ def test_what_the_device_waits_for_is_seen_though_the_host_does_not_wait(monkeyp
         assert asked[-1] == device, (
             "a thread begins on the first device, which is that of another rank"
         )
+        assert modes[-1] == 2, "the question would break a graph that another thread captures"
         return False
 
+    def exchange(mode):
+        modes.append(mode._obj.value)
+
+    cudart = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(watchdog.ctypes, "CDLL", lambda _: cudart)
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     work = SimpleNamespace(is_completed=is_completed)
     watch = watchdog.Watch(watchdog.Place(7, 4, 2))
     monkeypatch.setattr(watchdog, "WATCH", watch)

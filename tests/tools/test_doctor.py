@@ -142,6 +142,6 @@ def test_a_kernel_that_cannot_be_asked_is_a_finding(monkeypatch):
 
 def test_groups_without_priority_are_told_on_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for value, said in (("0", "absent: messages of groups of your own"), ("1", "1")):
+    for value, said in (("0", "absent: messages of your own groups"), ("1", "1")):
         monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", value)
         assert dict(doctor._machine())["TORCH_NCCL_HIGH_PRIORITY"].startswith(said)

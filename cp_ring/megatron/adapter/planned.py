@@ -29,6 +29,7 @@ from cp_ring.megatron.adapter.documents import (
 )
 from cp_ring.megatron.adapter.heads_choice import with_choice
 from cp_ring.observe import timing
+from cp_ring.ops.capture import capturing
 from cp_ring.plan.mask import Mask
 from cp_ring.plan.plan import Plan, PlanSpec, plan
 from cp_ring.runtime import RUNTIME
@@ -117,6 +118,11 @@ class PlannedAttention(MegatronModule):
                     "to the model on every pipeline stage"
                 )
             return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
+        if capturing(query.device):
+            raise ConfigError(
+                f"layer {self.layer_number}: a CUDA graph would repeat the documents or mask of "
+                "this microbatch: leave attention out of graphs"
+            )
         documents = documents_of(packed_seq_params, (batch, tokens), cp, self.ring)
         with timing.waiting_for_plan():
             return documents.rank_plan(

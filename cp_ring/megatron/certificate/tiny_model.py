@@ -205,6 +205,7 @@ def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
         f"Sinkhorn routing ({by_rank})": "sinkhorn"
         in (getattr(args, "moe_router_load_balancing_type", None) or ""),
         "experts of other ranks": config.expert_model_parallel_size > 1,
+        "CUDA graphs": config.cuda_graph_impl != "none",
         "activations in host memory": any(getattr(config, name, False) for name in offloads),
     }
     return [text for text, uncovered in texts.items() if uncovered]

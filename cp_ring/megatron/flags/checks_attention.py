@@ -4,6 +4,8 @@ graphs, variants.
 
 from __future__ import annotations
 
+import re
+
 from cp_ring.megatron.adapter.asked import Asked, Check, window_problem
 from cp_ring.megatron.flags.checks_documents import documents_flag
 from cp_ring.megatron.flags.layer_pattern import SPARSE, VARIANTS, letters_of, shown_pattern
@@ -12,6 +14,13 @@ from cp_ring.megatron.options import Options
 _GRAPHED_ALONE = {"moe_router", "moe_preprocess", "mamba"}
 # modules that TransformerEngine's graphs can hold without attention
 _GRAPHED_BY_TE = {"mlp", "moe"}
+# graphs of single layers that get no mask of s x s tokens
+_BY_LAYER = ("--cuda-graph-impl local", "--enable-cuda-graph")
+# what Python does at each call, and what was not tried
+_LOST_IN_GRAPHS = (
+    "qk_clip", "log_max_attention_logit", "cp_ring_debug", "cp_ring_timing", "mtp_num_layers",
+    "experimental_attention_variant",
+)  # fmt: skip
 
 
 def dropout(args: Asked, options: Options) -> str | None:
@@ -92,14 +101,11 @@ def sparse(args: Asked, options: Options) -> str | None:
 
 
 def graphs(args: Asked, options: Options) -> str | None:
-    """Reject CUDA graphs of attention: each microbatch has its own plan, and a graph
-    repeats one.
+    """Reject CUDA graphs of attention, but those of layers that Megatron makes itself where all
+    microbatches have one plan, which a graph repeats.
     """
-    modules: set[str] = set()
-    for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
-        value = getattr(args, name) or ()
-        value = value.split(",") if isinstance(value, str) else value
-        modules |= {str(getattr(each, "name", each)) for each in value}
+    given = args.cuda_graph_modules, args.cuda_graph_scope, args.cuda_graph_scope_deprecated
+    modules = {*re.findall(r"\b[a-z]\w*", str(given))}  # names, alone or in the text of an enum
     asked = args.first("enable_cuda_graph", "external_cuda_graph")
     if args.cuda_graph_impl not in (None, "none"):
         asked = args.shown("cuda_graph_impl")
@@ -110,9 +116,15 @@ def graphs(args: Asked, options: Options) -> str | None:
         return None
     name = "scope" if args.cuda_graph_modules is None else "modules"
     shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
+    lost = documents_flag(args, options) or args.first(*_LOST_IN_GRAPHS)
+    if lost := lost or (letters_of(args) and shown_pattern(args)):
+        shown += f" with {lost}"
+    elif asked in _BY_LAYER and "full_iteration" not in modules:
+        return None
+    instead = "transformer_engine" if lost else "local"
     return (
         f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: give "
-        f"--cuda-graph-impl transformer_engine --cuda-graph-{name} mlp"
+        f"--cuda-graph-impl {instead} --cuda-graph-{name} {'mlp' if lost else 'attn'}"
     )
 
 

@@ -37,6 +37,7 @@ from cp_ring.megatron.settings import configure
 _CPU_SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
+    "cuda_graph_impl": "none",
     "use_cpu_initialization": True,
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -150,11 +151,6 @@ def check_attention(args: Any, options: Options) -> None:
             from cp_ring.megatron.adapter.latent_tap import check_latent  # few jobs have latents
 
             check_latent(args, spec.ulysses, options)
-    if asked.overlap_moe_expert_parallel_comm:
-        note(
-            "warning: no GPU has run --overlap-moe-expert-parallel-comm with ring attention yet: "
-            "compare the losses of the first steps with those without it"
-        )
     backend = getattr(asked.attention_backend, "name", "auto")
     if backend != "auto":
         note(
@@ -195,7 +191,7 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if torch.cuda.is_available():
         note("CUDA is present: --cp-ring-cpu changes nothing")
         return
-    for name in ("distributed_backend", "transformer_impl"):
+    for name in ("distributed_backend", "transformer_impl", "cuda_graph_impl"):
         flag = "--" + name.replace("_", "-")
         value = _CPU_SETTINGS[name]
         given = {word.partition("=")[0] for word in argv}
@@ -218,17 +214,11 @@ def run_on_cpu(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def note_loss(args: argparse.Namespace, options: Options) -> None:
-    """Print which tokens the mean loss covers, if ranks may have different numbers of them. `args`
-    must be complete.
+    """Print which tokens the mean loss covers, if ranks may have different numbers of them and no
+    flag says it. `args` must be complete.
     """
-    if args.context_parallel_size == 1 or args.calculate_per_token_loss:
-        return
-    if options.stock_loss_average:
-        note(
-            "--cp-ring-stock-loss-average: the loss is the average of the mean losses of "
-            "context-parallel ranks, however many of their tokens count"
-        )
-    else:
+    known = args.calculate_per_token_loss or options.stock_loss_average
+    if args.context_parallel_size > 1 and not known:
         note(
             "patch loss_average: the loss is the mean over the tokens of all context-parallel "
             "ranks; --cp-ring-stock-loss-average leaves Megatron's average of their means"
