@@ -6,10 +6,12 @@ driver.
 """
 
 import sys
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
 from cp_ring import pretrain_gpt
+from tests.gpu import over_host
 
 
 def without(function, name):
@@ -22,6 +24,12 @@ def without(function, name):
 if __name__ == "__main__":
     dist.init_process_group = without(dist.init_process_group, "device_id")
     dist.barrier = without(dist.barrier, "device_ids")
+    if "nccl" not in sys.argv:
+        from megatron.core.distributed import param_and_grad_buffer
+
+        over_host.use()
+        # gloo reduces tensors on a GPU one by one alone
+        param_and_grad_buffer._coalescing_manager = lambda *_, **__: nullcontext()
     if "--fine-grained-activation-offloading" in sys.argv:
         from megatron.core.pipeline_parallel import utils
 

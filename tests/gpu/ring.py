@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.testing.oracle import Case, brute_force, error
+from tests.gpu import over_host
 from tests.rings import attend_to_shard
 
 HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
@@ -20,6 +21,8 @@ HEADS = {"h": 8, "g": 2, "d": 64, "e": 64}
 
 def main(backend, kernel, folder):
     options = {"device_id": torch.device("cuda", 0)} if backend == "nccl" else {}
+    if backend == "gloo":
+        over_host.use()
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60), **options)
     rank, size, group, n = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, 1024
     masks = {
