@@ -78,10 +78,12 @@ def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
 def test_what_no_tiny_model_has_is_named():
     args = flags("", moe_expert_capacity_factor=0.5, moe_router_load_balancing_type="sinkhorn")
     config = configuration(cpu_offloading=True, expert_model_parallel_size=2, num_moe_experts=2)
+    config.cuda_graph_impl = "local"
     assert tiny_model.uncovered_layers(args, config) == [
         "the capacity of experts (which Megatron defines by the tokens of a rank)",
         "Sinkhorn routing (which Megatron defines by the tokens of a rank)",
         "experts of other ranks",
+        "CUDA graphs",
         "activations in host memory",
     ]
 
