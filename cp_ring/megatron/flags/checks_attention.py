@@ -116,15 +116,16 @@ def graphs(args: Asked, options: Options) -> str | None:
         return None
     name = "scope" if args.cuda_graph_modules is None else "modules"
     shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
+    advice = f"give --cuda-graph-impl local --cuda-graph-{name} attn"
     lost = documents_flag(args, options) or args.first(*_LOST_IN_GRAPHS)
     if lost := lost or (letters_of(args) and shown_pattern(args)):
         shown += f" with {lost}"
+        advice = "leave out one of the two"
     elif asked in _BY_LAYER and "full_iteration" not in modules:
         return None
-    instead = "transformer_engine" if lost else "local"
     return (
-        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: give "
-        f"--cuda-graph-impl {instead} --cuda-graph-{name} {'mlp' if lost else 'attn'}"
+        f"--cp-ring does not support {asked}{shown}, which puts attention into a CUDA graph: "
+        f"{advice}"
     )
 
 
