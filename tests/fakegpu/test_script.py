@@ -35,4 +35,5 @@ def test_private_names_that_the_steps_read_exist():
         return {name for path in folder.rglob("*.py") for name in PRIVATE.findall(path.read_text())}
 
     used = names(HERE.parent / "gpu")
-    assert "._untried" in used and used <= names(HERE.parents[1] / "cp_ring") | {"._sleep"}
+    others = {"._sleep", "._coalescing_manager"}  # of torch and Megatron
+    assert "._untried" in used and used <= names(HERE.parents[1] / "cp_ring") | others
