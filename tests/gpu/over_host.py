@@ -18,7 +18,10 @@ class OverHost(GroupTransport):
 
     def post(self, batch):
         sends, receives = (
-            [(transfer, [x.cpu() for x in buffers]) for transfer, buffers in transfers]
+            [
+                (transfer, [x.to("cpu", copy=True) for x in buffers])
+                for transfer, buffers in transfers
+            ]
             for transfers in (batch.sends, batch.receives)
         )
         pending = super().post(replace(batch, sends=sends, receives=receives))
