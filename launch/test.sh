@@ -83,7 +83,7 @@ case "${1:-}" in
         stage "$path" compat "$(realpath "$path")"
         stage "$path: scripts" env PYTHONPATH="$(realpath "$path")" "$VENV/bin/python" -m pytest -m slow tests/megatron/test_user_scripts.py tests/megatron/test_rejections.py tests/megatron/test_entry_flags.py \
             -k "of_megatron_lm or of_checkouts" --megatron-lm "$path"
-        stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --splits cp2
+        stage "$path: certificate" "$VENV/bin/python" -m tests.certificate.checkouts "$path" --splits cp2 tp2cp2
     done
     ;;
 --fake-gpu)

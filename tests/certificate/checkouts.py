@@ -44,6 +44,8 @@ KNOWN = {
     "relu of sparse attention's scores, in the loss",
     "the kinds of heterogeneous blocks, in the loss",
 }
+# of scripts that lose the documents of their rows, which the branch dev's does
+OWN_ENTRY = "run cp_ring.pretrain_gpt in place of it"
 # Megatron's norms need whole rows
 EXPERTS_ON_TP = "--num-layers 1 --sequence-parallel --spec tests.certificate.specs experts"
 
@@ -99,6 +101,8 @@ def version_of(checkout):
 def cell(entry):
     """What became of a job, in a few words."""
     lines = entry["why"].strip().splitlines() or [""]
+    if OWN_ENTRY in entry["why"]:
+        return f"rejected: {OWN_ENTRY}"
     if not entry["passed"]:
         return f"fails: {lines[-1][:160]}"
     return (
@@ -129,7 +133,8 @@ def main():
         models = [name for name in given.models if not (old and name.startswith("sparse"))]
         for entry in examine(checkout, models, given.splits):
             shown = cell(entry)
-            bad += not entry["passed"] or not KNOWN.issuperset(entry["not_covered"])
+            passed = entry["passed"] or OWN_ENTRY in entry["why"]
+            bad += not passed or not KNOWN.issuperset(entry["not_covered"])
             print(f"{version}  {entry['job']:20}  {shown}", flush=True)
     return int(bad > 0)
 

@@ -106,6 +106,8 @@ OF_OTHER_VERSIONS = {
 }
 """Values that the parser of Megatron 0.19 does not take."""
 
+GRAPHS = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"
+
 
 def line_of(flags, parser=None):
     """What cp_ring says of a tiny job with these flags, "" where it accepts them."""
@@ -121,9 +123,10 @@ def line_of(flags, parser=None):
     vars(args).update(later)
     options = Options.from_args(args)
     try:
-        graphs = args.cuda_graph_impl  # as on a GPU
+        graphs = {name: vars(args)[name] for name in GRAPHS}  # as on a GPU
+        vars(args).update(dict.fromkeys(GRAPHS))
         resolve.run_on_cpu(args, [word for word in words if word != "--cuda-graph-impl"])
-        args.cuda_graph_impl = graphs
+        vars(args).update(graphs)
         resolve.check(args, options, (*JOB, *HERE))
     except ConfigError as error:
         return error.args[-1]

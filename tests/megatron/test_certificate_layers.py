@@ -3,8 +3,10 @@ first ones, which show each kind.
 """
 
 from argparse import Namespace
+from dataclasses import make_dataclass
 
 import pytest
+from megatron.core import transformer
 from megatron.core.transformer import TransformerConfig
 
 from cp_ring.megatron.certificate import tiny_model
@@ -73,6 +75,18 @@ def test_the_first_layers_of_a_gpt_model_show_each_kind(more, count):
     args, config = flags("", num_layers=6, **more), configuration()
     config.cp_comm_type = more.get("cp_comm_type")
     assert tiny_model.number_of_layers(args, config, find_layer_kinds(args, config)) == count
+
+
+def test_a_tiny_model_keeps_what_the_forward_step_reads(monkeypatch):
+    """The branch dev of Megatron has a setting of data sets in its configuration too."""
+    name = "create_attention_mask_in_dataloader"
+    made = make_dataclass("Config", [(name, bool, True)], bases=(TransformerConfig,))
+    monkeypatch.setattr(transformer, "TransformerConfig", made)
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+    args = flags("", seq_length=64, **sizes | {name: False})
+    config = made(**sizes, **{name: False})
+    tiny, _ = tiny_model.tiny_args(args, config, find_layer_kinds(args, config))
+    assert tiny.hidden_size == 64 and not vars(tiny)[name]
 
 
 def test_what_no_tiny_model_has_is_named():

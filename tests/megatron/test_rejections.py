@@ -152,7 +152,7 @@ def test_what_is_accepted(flags):
         (
             "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp",
             "transformer_engine --cuda-graph-modules attn mlp, which puts attention into a CUDA "
-            "graph: give --cuda-graph-impl local --cuda-graph-modules attn",
+            "graph: replace it by --cuda-graph-impl local --cuda-graph-modules attn",
         ),
         ("--cuda-graph-impl full_iteration", "full_iteration, which puts attention"),
         (
@@ -339,6 +339,8 @@ def test_the_cpu_runtime_needs_one_flag(parse):
 def test_graphs_without_cuda(parse, capsys):
     (line,) = rejections_of(parse, capsys, *BASE, "--cuda-graph-impl", "local")
     assert line.endswith("local needs CUDA, and --cp-ring-cpu runs without it: give none")
+    (line,) = rejections_of(parse, capsys, *BASE, "--enable-cuda-graph")
+    assert line.endswith("graph needs CUDA, and --cp-ring-cpu runs without it: leave it out")
 
 
 def test_an_empty_data_set(parse, capsys, tmp_path):

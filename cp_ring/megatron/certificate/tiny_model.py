@@ -44,6 +44,7 @@ KEPT = """
     tensor_model_parallel_size sequence_parallel context_parallel_size
     hierarchical_context_parallel_sizes use_cpu_initialization transformer_impl attention_backend
     recompute_granularity recompute_method recompute_num_layers distribute_saved_activations
+    create_attention_mask_in_dataloader
     kv_channels softmax_scale softmax_type window_size qk_layernorm qk_l2_norm
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rope_type mrope_section apply_rope_fusion activation_func

@@ -116,7 +116,7 @@ def graphs(args: Asked, options: Options) -> str | None:
         return None
     name = "scope" if args.cuda_graph_modules is None else "modules"
     shown = f" --cuda-graph-{name} {' '.join(sorted(modules))}" if modules else ""
-    advice = f"give --cuda-graph-impl local --cuda-graph-{name} attn"
+    advice = f"replace it by --cuda-graph-impl local --cuda-graph-{name} attn"
     lost = documents_flag(args, options) or args.first(*_LOST_IN_GRAPHS)
     if lost := lost or (letters_of(args) and shown_pattern(args)):
         shown += f" with {lost}"

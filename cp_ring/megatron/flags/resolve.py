@@ -49,7 +49,10 @@ _CPU_SETTINGS: dict[str, Any] = {
     "no_persist_layer_norm": True,
 }
 """Arguments that Megatron needs without CUDA."""
-_OF_CUDA = ("gpu_sniff_test_interval", "log_straggler", "nccl_ub", "record_memory_history")
+_OF_CUDA = (
+    "gpu_sniff_test_interval", "log_straggler", "nccl_ub", "record_memory_history",
+    "enable_cuda_graph", "external_cuda_graph",
+)  # fmt: skip
 """Arguments that Megatron cannot follow without CUDA."""
 
 
