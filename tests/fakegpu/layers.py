@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
@@ -77,6 +77,7 @@ def graphs(cases, implementation="local", planted=False):
         for name, case in cases.items():
             mark(f"{name}, made")
             step = _step_of(implementation, cuda_graph_impl="local", cuda_graph_modules=[], **case)
+            torch.cuda.synchronize()  # a model's weights are made on another stream than it runs
             for weight in step.args[0].parameters():
                 weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             mark(f"{name} before")
@@ -154,6 +155,11 @@ def _step_of(implementation, options, documents=None, **more):
     if options is not None:
         settings.configure(Options.make(enabled=True, **options), whole_rows=False)
         spec = with_ring_attention(spec)
+    if config.mtp_num_layers:
+        further = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, implementation != "local")
+        model = GPTModel(config, spec, 512, tokens, mtp_block_spec=further, parallel_output=False)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+        return partial(_step, model.cuda().bfloat16(), ids, {"position_ids": ids, "labels": ids})
     block = TransformerBlock(config, spec, post_layer_norm=False).cuda()
     size = config.hidden_size
     x = torch.empty(tokens, 1, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -18,7 +18,7 @@ _GRAPHED_BY_TE = {"mlp", "moe"}
 _BY_LAYER = ("--cuda-graph-impl local", "--enable-cuda-graph")
 # what Python does at each call, and what was not tried
 _LOST_IN_GRAPHS = (
-    "qk_clip", "log_max_attention_logit", "cp_ring_debug", "cp_ring_timing", "mtp_num_layers",
+    "qk_clip", "log_max_attention_logit", "cp_ring_debug", "cp_ring_timing",
     "experimental_attention_variant",
 )  # fmt: skip
 
