@@ -21,7 +21,7 @@ from itertools import batched, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.layout import Layout
@@ -29,7 +29,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.shard_tiles import shard_tiles
-from cp_ring.plan.tiles import OPEN, Tiles, split_at_edges
+from cp_ring.plan.tiles import Tiles, split_at_edges
 from cp_ring.plan.time import BLOCK, Conditions, Traffic
 
 Floats = NDArray[np.float64]
@@ -94,14 +94,14 @@ Range = tuple[int, int]
 
 
 class Work(NamedTuple):
-    """The total work of queries before each of some tokens: int64 [edges], float64 [edges]; linear
-    between the tokens.
+    """The total work of queries before each of some tokens: float64 [edges] twice; linear between
+    the tokens.
     """
 
-    edge: Ints
+    edge: Floats
     before: Floats
 
-    def of(self, start: Ints | int, end: Ints | int) -> Floats:
+    def of(self, start: ArrayLike, end: ArrayLike) -> Floats:
         """Return the work of queries from each `start` to `end`."""
         before, after = np.interp([start, end], self.edge, self.before)
         return after - before
@@ -190,10 +190,9 @@ def _pairs_of_blocks(tiles: Tiles) -> Ints:
     queries, keys = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
     whole = -(-queries // BLOCK) * -(-keys // BLOCK) * BLOCK**2
     ragged = tiles.area() + BLOCK // 2 * (queries + keys)
-    banded = (tiles.lo != -OPEN) | (tiles.hi != OPEN)
     there, back = Conditions().sizes.pair_flops
     begin = BLOCK * (there * queries + back * keys) / (there + back)
-    return np.where(banded, ragged, whole) + begin.astype(np.int64)
+    return np.where(tiles.banded, ragged, whole) + begin.astype(np.int64)
 
 
 def balance(layers: Layers, layout: Layout) -> float:
@@ -228,7 +227,7 @@ def _measured(layers: Layers, cp: int) -> tuple[Ints, Work]:
     at = np.searchsorted(edge, rows[1:-1])
     alike = np.maximum(keys[at], keys[at - 1]) <= ALIKE * np.minimum(keys[at], keys[at - 1])
     goes_on = alike & (first[1:-1] < rows[1:-1])
-    return rows[~np.pad(goes_on, 1)], Work(edge, np.append(0.0, np.cumsum(pairs)))
+    return rows[~np.pad(goes_on, 1)], Work(edge.astype(float), np.append(0.0, np.cumsum(pairs)))
 
 
 def _deal(
@@ -271,10 +270,11 @@ def _parts(work: Work, pieces: Ints, rooms: list[int], share: float, enough: flo
     """
     if len(rooms) == 1:
         return [pieces]
-    mean = float(work.of(*pieces).sum()) / len(rooms)
-    units = _units(work, _runs(work, pieces, max(rooms) // RUNS, mean / RUNS), share * mean)
-    flat = np.array([piece for unit in units for piece in unit], np.int64).T
-    amounts = np.add.reduceat(work.of(*flat), starts_of(np.array([len(unit) for unit in units])))
+    amounts = work.of(*pieces)
+    mean = float(amounts.sum()) / len(rooms)
+    units = _units(work, _runs(amounts, pieces, max(rooms) // RUNS, mean / RUNS), share * mean)
+    flat = np.array([*chain(*units)], np.int64).T
+    amounts = np.add.reduceat(work.of(*flat), starts_of(np.array([*map(len, units)])))
     load, room = [0.0] * len(rooms), list(rooms)
     parts: list[list[Range]] = [[] for _ in rooms]
     for index in np.argsort(-amounts, kind="stable").tolist():
@@ -282,15 +282,17 @@ def _parts(work: Work, pieces: Ints, rooms: list[int], share: float, enough: flo
         while todo:
             unit = todo.pop()
             size = sum(end - start for start, end in unit)
-            fits = [part for part, left in enumerate(room) if left >= size]
-            part = min(fits or (x for x, left in enumerate(room) if left), key=load.__getitem__)
-            if not fits and len(unit) > 1:
-                todo += [[piece] for piece in unit]
-                continue
-            if not fits:
-                [(start, end)], size = unit, room[part]
-                unit = [(start, start + size)]
-                todo.append([(start + size, end)])
+            part = load.index(min(load))  # of all, then of those that it fits
+            if room[part] < size:
+                fits = [part for part, left in enumerate(room) if left >= size]
+                part = min(fits or (x for x, left in enumerate(room) if left), key=load.__getitem__)
+                if not fits and len(unit) > 1:
+                    todo += [[piece] for piece in unit]
+                    continue
+                if not fits:
+                    [(start, end)], size = unit, room[part]
+                    unit = [(start, start + size)]
+                    todo.append([(start + size, end)])
             parts[part] += unit
             whole = unit is units[index]
             load[part] += amounts[index] if whole else sum(float(work.of(*piece)) for piece in unit)
@@ -307,15 +309,15 @@ def _split(pieces: Ints, segments: Ints) -> Ints:
     start = np.maximum(pieces[0, which], segments[segment])
     end = np.minimum(pieces[1, which], segments[segment + 1])
     size = end - start
-    shared = np.bincount(segment, size, len(segments) - 1) < np.diff(segments)
-    middle = (start + size // 2 // BLOCK * BLOCK)[shared[segment] & (size >= ALIGNED)]
+    shared = np.bincount(segment, size)[segment] < segments[segment + 1] - segments[segment]
+    middle = (start + size // 2 // BLOCK * BLOCK)[shared & (size >= ALIGNED)]
     return np.sort([np.append(start, middle), np.append(end, middle)])
 
 
-def _runs(work: Work, pieces: Ints, size: int, most: float) -> Ints:
-    """Join neighboring short pieces of little work into one piece."""
+def _runs(amounts: Floats, pieces: Ints, size: int, most: float) -> Ints:
+    """Join neighboring short pieces, of at most `most` of the `amounts` of work, into one piece."""
     start, end = pieces
-    long = (end - start > size // 2) | (work.of(*pieces) > most)
+    long = (end - start > size // 2) | (amounts > most)
     bucket = start // max(size, 1)
     apart = (start[1:] != end[:-1]) | long[1:] | long[:-1] | (bucket[1:] != bucket[:-1])
     first, last = runs(apart, len(start))
@@ -356,11 +358,11 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
         wanted = min(load[top] - mean, mean - load[low])
         if load[top] <= enough * mean:
             break
-        pieces = [np.array(parts[part], np.int64).T for part in (top, low)]
-        mine, its = (end - start for start, end in pieces)
-        dense, thin = (work.of(*x) / size for x, size in zip(pieces, (mine, its), strict=True))
-        tokens = np.minimum(mine[:, None], its)
-        gain = tokens * (dense[:, None] - thin)
+        pieces, mine = np.array(parts[top] + parts[low], np.int64).T, len(parts[top])
+        size = pieces[1] - pieces[0]
+        dense = work.of(*pieces) / size
+        tokens = np.minimum(size[:mine, None], size[mine:])
+        gain = tokens * (dense[:mine, None] - dense[mine:])
         # If a pair gains too much, only a part of it is exchanged, which cuts two more pieces; the
         # larger this part, the better.
         some = wanted * (0.5 - 0.2 * wanted / np.maximum(gain, wanted))
@@ -371,7 +373,7 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
             break
         (start, end), (begin, stop) = parts[top][one], parts[low][two]
         for _ in range(4):
-            reached = float(work.of(end - count, end) - work.of(begin, begin + count))
+            reached = float(np.subtract(*work.of([end - count, begin], [end, begin + count])))
             if reached <= BEYOND * wanted or count == 1:
                 break
             count = max(1, int(count * wanted / reached))

@@ -133,7 +133,7 @@ def _messages(
     slide = buffers(table.owner, table.start)
     of_holder = ring_distance(getattr(table, holder), table.owner, cp)
     sort = sort_index(table.hop, peers, of_holder, table.start)
-    rows = np.stack([table.hop, peers, named, table.start + slide, table.end + slide])[:, sort]
+    rows = np.array([table.hop, peers, named, table.start + slide, table.end + slide])[:, sort]
     first = np.flatnonzero(np.diff(rows[:3], prepend=-1).any(0))
     ranges = list(zip(*rows[3:].tolist(), strict=True))
     found = defaultdict[int, tuple[Transfer, ...]](tuple)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ring.plan.ranges import Ints, overlaps
 from cp_ring.plan.schedule import ring_distance
-from cp_ring.plan.tiles import OPEN, Tiles, coalesce, cut, split_at_edges
+from cp_ring.plan.tiles import Tiles, coalesce, cut, split_at_edges
 
 if TYPE_CHECKING:
     from cp_ring.plan.layout import Layout
@@ -35,7 +35,7 @@ def shard_tiles(
     parts = parts.shifted(slide[chunk], 0)
     # A piece in many chunks gives a part for each rank, if all its queries see the same keys.
     many = np.bincount(piece)[piece] > 4 * cp
-    alike = many & (parts.lo == -OPEN) & (parts.hi == OPEN)
+    alike = many & ~parts.banded
     rank, chunks = owner[chunk], np.arange(len(owner))
     if alike.any():
         place = np.where(alike, piece, len(pieces) + np.arange(len(parts)))

@@ -72,6 +72,11 @@ class Tiles:
 
     q0, q1, k0, k1, lo, hi = map(_column, range(6))
 
+    @property
+    def banded(self) -> NDArray[np.bool_]:
+        """True for tiles of which a band cuts a part off, bool [count]. The tiles must be fitted."""
+        return (self.lo != -OPEN) | (self.hi != OPEN)
+
     def __len__(self) -> int:
         return self.data.shape[1]
 
@@ -282,13 +287,15 @@ def _unions(tiles: Tiles, group: Ints, along_queries: bool) -> tuple[Ints, Tiles
     """
     a, b = tiles.data[:, :-1], tiles.data[:, 1:]
     near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[0] == b[0]) & (a[1] == b[1])
+    if along_queries:  # without a lower bound, all see the same first key
+        near &= (a[2] == b[2]) | (np.maximum(a[4], b[4]) > -OPEN)
     first = np.flatnonzero(near & (group[:-1] == group[1:]))
     if not len(first):
         return first, tiles[:0]
-    parts = np.stack([tiles.data.take(index, 1) for index in (first, first + 1)])
-    hull = np.where(np.array([[0, 1, 0, 1, 1, 0]]).T, parts.max(0), parts.min(0))
+    parts = tiles.data.take([first, first + 1], 1)
+    hull = np.where(np.array([[0, 1, 0, 1, 1, 0]]).T, parts.max(1), parts.min(1))
     # a part equals the hull that is cut to its queries, or to its keys
-    cut, side = np.stack([hull, hull], 1), slice(0, 2) if along_queries else slice(2, 4)
-    cut[side] = parts.swapaxes(0, 1)[side]
-    whole = np.flatnonzero((_fit(cut).swapaxes(0, 1) == parts).all((0, 1)))
+    cut, side = hull[:, None].repeat(2, 1), slice(0, 2) if along_queries else slice(2, 4)
+    cut[side] = parts[side]
+    whole = np.flatnonzero((_fit(cut) == parts).reshape(-1, len(first)).all(0))
     return first[whole], Tiles(hull.take(whole, 1))

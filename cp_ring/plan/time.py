@@ -24,7 +24,7 @@ from cp_ring.plan.schedule import LONG, MOST_MEMBERS, Schedule, auto
 from cp_ring.plan.sizes.attention_sizes import AttentionSizes
 from cp_ring.plan.sizes.device_rates import Rates, running
 from cp_ring.plan.sizes.head_split import unsplit
-from cp_ring.plan.tiles import OPEN, Tiles
+from cp_ring.plan.tiles import Tiles
 
 Floats = NDArray[np.float64]
 
@@ -165,22 +165,9 @@ def least(seconds: Sequence[float]) -> int:
     return next(i for i, time in enumerate(seconds) if time <= 1.01 * min(seconds))
 
 
-def _sums_before[T: np.generic](amounts: NDArray[T]) -> NDArray[T]:
+def _sums_before(amounts: np.ndarray) -> np.ndarray:
     """Return the sums of the amounts of smaller ring distances, and of all, [.., cp + 1]."""
     return np.insert(np.cumsum(amounts, -1), 0, 0, -1)
-
-
-def _longest_blocks(tiles: Tiles, place: Ints, places: int) -> Ints:
-    """Return the pairs of the longest block of each place, int64 [2, places], in forward and in
-    backward: one processor of a device computes `BLOCK` queries of a head, or in backward `BLOCK`
-    keys, with all that they see in a tile.
-    """
-    longest = np.zeros((2, places), np.int64)
-    sides = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
-    for most, side, seen in zip(longest, sides, sides[::-1], strict=True):
-        pairs = np.minimum(side, BLOCK) * np.minimum(seen, tiles.hi - tiles.lo + 1)
-        np.maximum.at(most, place, pairs)
-    return longest
 
 
 class Traffic:
@@ -191,7 +178,9 @@ class Traffic:
     results: tokens of results of kernel calls.
     calls: kernel calls, all and those of several tiles, each for tiles without a band and with one,
         [2, 2, cp, cp]: tiles that share a key are calls of their own.
-    longest: pairs of the longest block, see `_longest_blocks`, [2, cp, cp].
+    longest: pairs of the longest block, in forward and in backward: one processor of a device
+        computes `BLOCK` queries of a head, or in backward `BLOCK` keys, with all that they see in
+        a tile, [2, cp, cp].
     shard: the number of tokens of the largest rank.
 
     It is counted from all tiles, joined where they can be, each of `rank` and `far` from the owner
@@ -220,12 +209,16 @@ class Traffic:
         group, start, end = union(place, tiles.k0, tiles.k1)
         self.keys = table(group, end - start)
         self.keys[:, 0] = 0
-        self.results = table(place, tiles.q1 - tiles.q0)
-        kind = ((tiles.lo != -OPEN) | (tiles.hi != OPEN)) * cp * cp + place
+        sides = tiles.q1 - tiles.q0, tiles.k1 - tiles.k0
+        self.results = table(place, sides[0])
+        kind = tiles.banded * cp * cp + place
         calls = depth(kind, tiles.k0, tiles.k1, 2 * cp * cp)
         several = np.bincount(kind, minlength=len(calls)) > calls
         self.calls = np.stack([calls, calls * several]).reshape(2, 2, cp, cp)
-        self.longest = _longest_blocks(tiles, place, cp * cp).reshape(2, cp, cp)
+        self.longest = np.zeros((2, cp, cp), np.int64)
+        for most, side, seen in zip(self.longest, sides, sides[::-1], strict=True):
+            pairs = np.minimum(side, BLOCK) * np.minimum(seen, tiles.hi - tiles.lo + 1)
+            np.maximum.at(most, (rank, far), pairs)
 
     @cached_property
     def _moving(self) -> Floats:
@@ -255,14 +248,13 @@ class Traffic:
         own, rates = given.sizes.of_rank(self.heads), given.rates
         groups = given.sizes.groups(self.heads)
         sent, returned = widths = own.on_wire()
-        ends = np.append(first[1:], len(hops))
         if messages:
             links = [
                 self.links(each.sender, each.receiver, each.hop, each.tokens * width).max(0)
                 for each, width in zip(messages, widths, strict=True)
             ]
         else:
-            keys = (self._moving[..., ends] - self._moving[..., first]).max(0)
+            keys = np.diff(self._moving.take(np.append(first, len(hops)), 2)).max(0)
             links = [keys, keys * returned / sent]
         moving = np.stack(links)[..., : len(first)]
         moving += (moving > 0) * rates.start
@@ -311,10 +303,11 @@ class Traffic:
         """
         near, rates, cp = self.given.members(self.heads), self.given.rates, len(self.keys)
         crosses = sender // near != receiver // near
+        places = receiver * cp + hop, sender * cp + hop
         seconds = [
-            np.bincount((member * cp + hop)[link], size[link], cp * cp) / rate
+            np.bincount(place, size * link, cp * cp) / rate
             for link, rate in ((~crosses, rates.inside), (crosses, rates.between))
-            for member in (receiver, sender)
+            for place in places
         ]
         return np.reshape(seconds, (4, cp, cp))
 
@@ -324,7 +317,10 @@ class Traffic:
         """
         brought, (there, _) = _sums_before(self.keys), self.given.pair_seconds(self.heads)
         worked = _sums_before(self.pairs) * there
-        ends = np.min([np.searchsorted(row, row + most, "right") for row in brought], 0) - 1
+        number = np.arange(len(brought))[:, None]
+        rows = brought + number * (brought.max() + most + 1)  # one behind another
+        ends = np.searchsorted(rows.reshape(-1), rows + most, "right") - number * rows.shape[1]
+        ends = ends.min(0) - 1
         for ratio in ratios:
             hops, begin, behind = [0], 1, worked[:, 1]
             while begin < len(worked):
