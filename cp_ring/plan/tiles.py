@@ -74,7 +74,7 @@ class Tiles:
 
     @property
     def banded(self) -> NDArray[np.bool_]:
-        """True for tiles of which a band cuts a part off, bool [count]. The tiles must be fitted."""
+        """True for fitted tiles of which a band cuts a part off, bool [count]."""
         return (self.lo != -OPEN) | (self.hi != OPEN)
 
     def __len__(self) -> int:
