@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import argument_utils, get_args
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.argument_utils import core_transformer_config_from_args
 
 
 def described(args: argparse.Namespace, config: Any = None) -> Any:

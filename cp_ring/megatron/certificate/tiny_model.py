@@ -172,7 +172,7 @@ def transformer_config(args: argparse.Namespace) -> Any:
     if hasattr(args, "transformer_config"):
         return args.transformer_config
     # programs on megatron.core alone may lack it
-    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.argument_utils import core_transformer_config_from_args
 
     return core_transformer_config_from_args(args)
 
