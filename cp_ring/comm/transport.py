@@ -167,7 +167,11 @@ class GroupTransport:
         batch.ranks = self.ranks
         count(batch)
         with named(f"send {batch.kind}"):
-            return _Works(_started(group, receives, sends, tag), batch, self._agreement.explain)
+            try:
+                works = _started(group, receives, sends, tag)
+            except RuntimeError as error:  # of a rank that has left
+                raise self._agreement.explain(error, dict(receives or sends)) from None
+            return _Works(works, batch, self._agreement.explain)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -211,8 +215,8 @@ class _Works:
         except BaseException as error:
             WATCH.give_up()
             if isinstance(error, RuntimeError):
-                messages = self.batch.receives or self.batch.sends
-                raise self.explain(error, [each.peer for each, _ in messages]) from None
+                waited = messages(self.batch.receives or self.batch.sends)
+                raise self.explain(error, dict(waited)) from None
             raise
         WATCH.end()
         self.batch = MessageBatch((), ())

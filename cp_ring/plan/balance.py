@@ -271,7 +271,7 @@ def _parts(work: Work, pieces: Ints, rooms: list[int], share: float, enough: flo
     if len(rooms) == 1:
         return [pieces]
     amounts = work.of(*pieces)
-    mean = float(amounts.sum()) / len(rooms)
+    mean = amounts.sum() / len(rooms)
     units = _units(work, _runs(amounts, pieces, max(rooms) // RUNS, mean / RUNS), share * mean)
     flat = np.array([*chain(*units)], np.int64).T
     amounts = np.add.reduceat(work.of(*flat), starts_of(np.array([*map(len, units)])))
@@ -341,7 +341,7 @@ def _units(work: Work, pieces: Ints, most: float) -> list[list[Range]]:
             if (last - first) // count >= ALIGNED:
                 edges[1:-1] = first + (edges[1:-1] - first) // BLOCK * BLOCK
             of = work.of(edges[:-1], edges[1:])
-            largest = float((of + of[::-1]).max())
+            largest = (of + of[::-1]).max()
         cuts = list(pairwise(edges.tolist()))
         units[index] = cuts[count - 1 : count + 1]
         units += [[cuts[place], cuts[-1 - place]] for place in range(count - 1)]
@@ -368,12 +368,12 @@ def _even(work: Work, parts: list[list[Range]], load: Floats, mean: float, enoug
         some = wanted * (0.5 - 0.2 * wanted / np.maximum(gain, wanted))
         miss = np.where(gain > BEYOND * wanted, some, abs(wanted - gain))
         one, two = np.unravel_index(int(miss.argmin()), miss.shape)
-        count, reached = int(tokens[one, two]), float(gain[one, two])
+        count, reached = int(tokens[one, two]), gain[one, two]
         if reached <= 0:
             break
         (start, end), (begin, stop) = parts[top][one], parts[low][two]
         for _ in range(4):
-            reached = float(np.subtract(*work.of([end - count, begin], [end, begin + count])))
+            reached = np.subtract(*work.of([end - count, begin], [end, begin + count]))
             if reached <= BEYOND * wanted or count == 1:
                 break
             count = max(1, int(count * wanted / reached))

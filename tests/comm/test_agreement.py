@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from cp_ring import Layout, ring_attention, roll, unshard
+from cp_ring.comm import transport
 from cp_ring.comm.agreement import FIRST, LIMIT, Agreement, begin_anew
 from cp_ring.errors import PlanError
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.rank_plan import Fact
 from cp_ring.plan.sizes.device_rates import use
@@ -214,6 +216,28 @@ def test_a_rank_that_does_not_come_is_named_in_time(pool):
     assert "calls: mask is <Mask of 64 tokens, full, 4,096 pairs> on rank 0 and <Mask of" in known
     # the place is that of the layer that an earlier test of the pool has run last
     assert re.search(r"new to it \(gradient that of call 1.*\), and rank 1 of the group", gradient)
+
+
+def that_cannot_start(_):
+    """What ranks say of messages whose connection was closed before they start."""
+
+    def closed(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    x, group = torch.randn(1, N // CP, 2, 8), dist.new_group([0, 1])
+    if dist.get_rank() >= CP:
+        return ""
+    ring_attention(x, x, x, group)
+    with replaced((transport, "_started", closed)), pytest.raises(RuntimeError) as error:
+        ring_attention(x, x, x, group)
+    dist.destroy_process_group(group)
+    return str(error.value)
+
+
+def test_messages_that_cannot_start_name_their_rank(pool):
+    for rank, line in enumerate(pool.run(that_cannot_start, 4)[:CP]):
+        assert line.startswith(f"rank {rank} of 2 waits in vain for rank {1 - rank} (mask")
+        assert line.endswith("): Connection closed by peer")
 
 
 def within_the_timeout_of_a_group(_):
