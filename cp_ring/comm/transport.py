@@ -168,10 +168,12 @@ class GroupTransport:
         count(batch)
         with named(f"send {batch.kind}"):
             try:
-                works = _started(group, receives, sends, tag)
-            except RuntimeError as error:  # of a rank that has left
+                return _Works(_started(group, receives, sends, tag), batch, self._agreement.explain)
+            except RuntimeError as error:
+                if not self.blocks:  # of memory, or of this rank's device
+                    raise
+                # of a rank that has left
                 raise self._agreement.explain(error, dict(receives or sends)) from None
-            return _Works(works, batch, self._agreement.explain)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -215,8 +217,9 @@ class _Works:
         except BaseException as error:
             WATCH.give_up()
             if isinstance(error, RuntimeError):
-                waited = messages(self.batch.receives or self.batch.sends)
-                raise self.explain(error, dict(waited)) from None
+                raise self.explain(
+                    error, dict(messages(self.batch.receives or self.batch.sends))
+                ) from None
             raise
         WATCH.end()
         self.batch = MessageBatch((), ())

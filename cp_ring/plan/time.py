@@ -319,7 +319,7 @@ class Traffic:
         worked = _sums_before(self.pairs) * there
         number = np.arange(len(brought))[:, None]
         rows = brought + number * (brought.max() + most + 1)  # one behind another
-        ends = np.searchsorted(rows.reshape(-1), rows + most, "right") - number * rows.shape[1]
+        ends = np.searchsorted(rows.ravel(), rows + most, "right") - number * rows.shape[1]
         ends = ends.min(0) - 1
         for ratio in ratios:
             hops, begin, behind = [0], 1, worked[:, 1]
