@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cp_ring import Layout, ring_attention, roll, unshard
 from cp_ring.comm import transport
 from cp_ring.comm.agreement import FIRST, LIMIT, Agreement, begin_anew
+from cp_ring.comm.groups import transport_for
 from cp_ring.errors import PlanError
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe.debug import debugging
@@ -219,25 +220,32 @@ def test_a_rank_that_does_not_come_is_named_in_time(pool):
 
 
 def that_cannot_start(_):
-    """What ranks say of messages whose connection was closed before they start."""
+    """What ranks say of messages whose connection was closed before they start, and of messages on
+    NCCL, where such an error is one of memory or of the rank's own device.
+    """
 
     def closed(*_):
         raise RuntimeError("Connection closed by peer")
 
     x, group = torch.randn(1, N // CP, 2, 8), dist.new_group([0, 1])
     if dist.get_rank() >= CP:
-        return ""
+        return []
     ring_attention(x, x, x, group)
-    with replaced((transport, "_started", closed)), pytest.raises(RuntimeError) as error:
-        ring_attention(x, x, x, group)
+    errors = []
+    for blocks in (True, False):
+        transport_for(group, x.device).blocks = blocks
+        with replaced((transport, "_started", closed)), pytest.raises(RuntimeError) as error:
+            ring_attention(x, x, x, group)
+        errors.append(str(error.value))
     dist.destroy_process_group(group)
-    return str(error.value)
+    return errors
 
 
 def test_messages_that_cannot_start_name_their_rank(pool):
-    for rank, line in enumerate(pool.run(that_cannot_start, 4)[:CP]):
+    for rank, (line, on_nccl) in enumerate(pool.run(that_cannot_start, 4)[:CP]):
         assert line.startswith(f"rank {rank} of 2 waits in vain for rank {1 - rank} (mask")
         assert line.endswith("): Connection closed by peer")
+        assert on_nccl == "Connection closed by peer"
 
 
 def within_the_timeout_of_a_group(_):

@@ -288,11 +288,6 @@ def _edit_hop(parts, rng, fits, change):
     return [replace(part, hops=tuple(hops)) if part.rank == rank else part for part in parts]
 
 
-def _first(hop, name, change):
-    transfers = getattr(hop, name)
-    return replace(hop, **{name: (change(transfers[0]), *transfers[1:])})
-
-
 def _shifted(transfer):
     return replace(transfer, ranges=tuple((start + 1, end + 1) for start, end in transfer.ranges))
 
@@ -300,6 +295,14 @@ def _shifted(transfer):
 def _shortened(transfer):
     (start, end), *others = transfer.ranges
     return replace(transfer, ranges=((start, end - 1), *others))
+
+
+def _to_next(transfer):
+    return replace(transfer, peer=transfer.peer + 1)
+
+
+def _to_second_next_buffer(transfer):
+    return replace(transfer, buffer=transfer.buffer + 2)
 
 
 def _pick(hop, index):
@@ -410,6 +413,16 @@ def _hop_mutation(fits, change):
     return lambda parts, rng: _edit_hop(parts, rng, fits, change)
 
 
+def _of_first(name, change):
+    """Changes the first transfer of a hop's messages of this name."""
+
+    def changed(hop):
+        first, *others = getattr(hop, name)
+        return replace(hop, **{name: (change(first), *others)})
+
+    return _hop_mutation(attrgetter(name), changed)
+
+
 def _busy(hop):
     return len(hop.tiles) > 0
 
@@ -433,16 +446,10 @@ RANK_PLAN_MUTATIONS = {
         _receives, lambda hop: replace(hop, receives=hop.receives[1:])
     ),
     "receive without send": _hop_mutation(_sends, lambda hop: replace(hop, sends=hop.sends[1:])),
-    "send range shortened": _hop_mutation(_sends, lambda hop: _first(hop, "sends", _shortened)),
-    "send range shifted": _hop_mutation(_sends, lambda hop: _first(hop, "sends", _shifted)),
-    "send to the wrong rank": _hop_mutation(
-        _sends,
-        lambda hop: _first(hop, "sends", lambda t: replace(t, peer=t.peer + 1)),
-    ),
-    "receive from the wrong rank": _hop_mutation(
-        _receives,
-        lambda hop: _first(hop, "receives", lambda t: replace(t, peer=t.peer + 1)),
-    ),
+    "send range shortened": _of_first("sends", _shortened),
+    "send range shifted": _of_first("sends", _shifted),
+    "send to the wrong rank": _of_first("sends", _to_next),
+    "receive from the wrong rank": _of_first("receives", _to_next),
     "key buffer of another size": _hop_mutation(
         _away, lambda hop: replace(hop, num_keys=hop.num_keys + 1)
     ),
@@ -453,13 +460,8 @@ RANK_PLAN_MUTATIONS = {
     "gradients not received": _hop_mutation(
         _grad_receives, lambda hop: replace(hop, grad_receives=())
     ),
-    "gradients added at other tokens": _hop_mutation(
-        _grad_receives, lambda hop: _first(hop, "grad_receives", _shifted)
-    ),
-    "gradients added to another buffer": _hop_mutation(
-        _grad_receives,
-        lambda hop: _first(hop, "grad_receives", lambda t: replace(t, buffer=t.buffer + 2)),
-    ),
+    "gradients added at other tokens": _of_first("grad_receives", _shifted),
+    "gradients added to another buffer": _of_first("grad_receives", _to_second_next_buffer),
     "gradient buffer of another size": _hop_mutation(
         _away, lambda hop: replace(hop, num_grads=hop.num_grads + 1)
     ),
