@@ -125,8 +125,8 @@ def ring_attention(
         of up to 6e-8 * x into float32 gradients, on any number of ranks.
 
     Under `torch.autocast`, inputs of different dtypes are cast to its dtype (float64 never is);
-    inputs of one dtype keep theirs. `torch.compile` breaks the graph here. Batch rows with
-    different masks take `Mask.batch(...)` with `Layout.batch(...)`.
+    inputs of one dtype keep theirs. `torch.compile` breaks the graph here; make masks outside.
+    Batch rows with different masks take `Mask.batch(...)` with `Layout.batch(...)`.
 
     Raises:
         ConfigError: arguments contradict each other, or the group cannot be used.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,7 +59,7 @@ class AttentionOptions:
         for name in ("kernel", "wire", "wire_dtype", "qkv_format"):
             expect(name, getattr(self, name), str)
         least, most = NUM_SLOTS
-        if not isinstance(self.num_slots, int) or not least <= self.num_slots <= most:
+        if not isinstance(self.num_slots, Integral) or not least <= self.num_slots <= most:
             raise ConfigError(
                 f"num_slots={self.num_slots!r}: it must be a whole number from {least} to {most}"
             )

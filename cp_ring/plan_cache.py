@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         mask, heads = self.mask, self.heads
         expect("causal", self.causal, bool)
+        expect("route", self.route, str)
+        expect("schedule", self.schedule, str, Sequence)
+        expect("layout", self.layout, Layout, str)
         if not isinstance(self.window_size, Sequence) or len(self.window_size) != 2:
             raise ConfigError(
                 f"window_size={self.window_size!r}: it must be (left, right), with -1 for an open "
@@ -73,11 +77,8 @@ class PlanOptions:
                     )
             if not isinstance(mask, Mask):
                 raise ConfigError(f"mask is a {type(mask).__name__}, not a Mask{_maker(mask)}")
-        if heads != AUTO and (heads is True or not isinstance(heads, int) or heads < 1):
+        if heads != AUTO and (heads is True or not isinstance(heads, Integral) or heads < 1):
             raise ConfigError(f"heads={heads!r}: it must be a whole number above 0, or 'auto'")
-        expect("route", self.route, str)
-        expect("schedule", self.schedule, str, Sequence)
-        expect("layout", self.layout, Layout, str)
 
     def _asks(self, name: str) -> bool:
         """Return True if a keyword has another value than its default."""
@@ -110,8 +111,9 @@ class PlanOptions:
 
         Raises `ConfigError` or `PlanError` with a line that names the argument.
         """
-        first, second = inputs.q.shape[:2]
-        batch, tokens = (second, first) if tokens_first else (first, second)
+        batch, tokens = inputs.q.shape[:2]
+        if tokens_first:
+            batch, tokens = tokens, batch
         rank, cp = (transport.rank, transport.size) if transport else (0, 1)
         layout = self.layout
         if isinstance(layout, Layout) and layout.cp != cp:

@@ -304,6 +304,7 @@ ON_FOUR_RANKS = {
 OF_OTHERS = (
     "attention did not get the keywords of shard_batch",
     "has a head that may pool a row",
+    "counts positions from its padding token",
     "shard_batch shifts labels",
     "attention_mask has no effect after shard_batch",
     "attention_mask numbers documents",

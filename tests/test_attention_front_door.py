@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +106,7 @@ def test_a_plan_is_made_and_proven_once(monkeypatch):
         ring_attention(q, k, v, causal=True)
         ring_attention(q, k, v, cu_seqlens=[0, 24], causal=True)  # the same mask
         ring_attention(q, k, v, mask=Mask.causal(24))
+        ring_attention(q, k, v, causal=True, heads=np.int64(1), num_slots=np.int64(2))
     assert len(made) == 1
     ring_attention(q, k, v)
     assert len(made) == 2
@@ -134,6 +136,7 @@ LINES = {
     **{f"{name} and mask are both given": {"mask": Mask.causal(16), name: BESIDE_A_PLAN[name]}
        for name in ("causal", "window_size", "cu_seqlens")},
     "schedule=3: it must be a name or a list": {"schedule": 3},
+    "schedule is of type ndarray: it must be a name or": {"schedule": np.array([0, 0])},
     "the sequence has 18 tokens, of which rank 0 of 1 holds 18, but q has 16":
         {"mask": Mask.causal(18)},
     "cu_seqlens ends at 9 tokens, of which rank 0 of 1 holds 9, but q has 16":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
@@ -91,6 +92,8 @@ def use_ring_attention(model: PreTrainedModel, group: Group = None, **options: A
     if kinds or getattr(model, "_is_stateful", False):
         what = ", ".join(sorted(kinds)) or "layers with a state"
         raise ConfigError(f"{name} has {what}, which ring attention cannot split over ranks")
+    if any(hasattr(part, "create_position_ids_from_input_ids") for part in model.modules()):
+        raise ConfigError(f"{name} counts positions from its padding token: give another model")
     if config.get_text_config() is not config or config.is_encoder_decoder:
         raise ConfigError(f"{name} reads more than one sequence of tokens: give a language model")
     # flash attention, as ring attention, has its mask from the layers and not from a tensor
@@ -139,12 +142,9 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 def _check_head(model: PreTrainedModel) -> None:
     """Raise `ConfigError` for a model whose head does not treat each token by itself."""
     tables = MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-    known: list[Any] = []
-    for table in tables:
-        found: Any = table.get(type(model.config), ())
-        known += found if isinstance(found, tuple) else (found,)
+    known: Any = tuple(table.get(type(model.config), ()) for table in tables)
     names = [kind.__name__ for kind in type(model).__mro__]
-    if not isinstance(model, tuple(known)) and not any(name.endswith(_HEADS) for name in names):
+    if not isinstance(model, known) and not any(name.endswith(_HEADS) for name in names):
         raise ConfigError(
             f"{names[0]} has a head that may pool a row, but each rank holds a part of the row: "
             f"give the model inside of it, model.{model.base_model_prefix}, and pool "
@@ -168,7 +168,7 @@ def _check_inputs(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
         )
     if named.get("attention_mask") is not None:
         raise ConfigError("attention_mask has no effect after shard_batch: leave it in the batch")
-    whole = named["input_ids"].shape[1] == named[OFFSETS][-1]  # at context parallel size 1
+    whole = named["position_ids"].shape[1] == named[OFFSETS][-1]  # at context parallel size 1
     if isinstance(kept := named.get("logits_to_keep", 0), Tensor) or (kept and not whole):
         raise ConfigError(
             "logits_to_keep would keep tokens of each rank's part: leave it out, and cut "
@@ -237,11 +237,7 @@ def _tell_length(model: PreTrainedModel) -> None:
         return (args[0], more, *args[2:]), named
 
     def remove(_: nn.Module, __: Any, rotations: Any) -> Any:
-        if not last:
-            return rotations
-        if isinstance(rotations, Tensor):
-            return rotations[:, :-1]
-        return tuple(x[:, :-1] for x in rotations)
+        return tree_map(lambda x: x[:, : x.shape[1] - len(last)], rotations)
 
     rotary = [part for part in model.modules() if _follows_length(part)]
     if rotary:
@@ -258,6 +254,7 @@ def _follows_length(part: nn.Module) -> bool:
     return any("dynamic" in str(name) or name == "longrope" for name in names)
 
 
+@_disable_dynamo
 def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]:
     """Return this rank's tokens of a batch that all ranks of `group` hold, for a model after
     `use_ring_attention`.
@@ -281,10 +278,8 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     transport = transport_of_call(group, tokens.device)
     check_same_batch(transport, batch)
     cp, (batch_size, n) = transport.size if transport else 1, tokens.shape
-    whole = {
-        "input_ids": tokens,
-        "position_ids": batch.get("position_ids", torch.arange(n, device=tokens.device)[None]),
-    }
+    positions = batch.get("position_ids", torch.arange(n, device=tokens.device)[None])
+    whole = {"input_ids": tokens, "position_ids": positions}
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     rest = {name: x for name, x in batch.items() if name not in {*whole, *_OF_THE_ROW, "labels"}}
     named = whole | {"labels": labels, "attention_mask": mask}
@@ -302,8 +297,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     if labels is not None:
         whole["labels"] = pad(labels[:, 1:], (0, 1), value=_IGNORED)
     _check_padding(mask)
-    offsets = _offsets(whole["position_ids"], mask, batch_size)
-    last = whole["position_ids"].max()
+    offsets, last = _offsets(positions, mask, batch_size), positions.max()
     labeled = batch.get("num_items_in_batch")
     more = -n % (2 * cp) if cp > 1 else 0
     if more:
@@ -377,30 +371,38 @@ def _offsets(positions: Tensor, mask: Tensor | None, batch_size: int) -> tuple[i
             "position_ids of several batch rows begin again: give packed documents as one batch "
             "row, or the attention_mask that hides padding"
         )
-    return 0, *sorted({*(starts[:, 1] + 1).tolist()}), n
+    return 0, *(starts[:, 1] + 1).tolist(), n
 
 
-def _no_mask(*args: Any, **named: Any) -> None:
-    """Stands in for the function that makes a model's mask tensors."""
+def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
+    """Stands in for the function that makes a model's mask tensors. The window is in place of the
+    tensor, because the layers of some models do not tell theirs.
+    """
+    return local_size
 
 
+@_disable_dynamo  # see `ring_attention`
 def _attend(
     group: Group,
     options: dict[str, Any],
     module: nn.Module,
-    *tensors: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: int | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Run ring attention for transformers: query [b, h, n / cp, d], key [b, g, n / cp, d] and value
-    [b, g, n / cp, e] give [b, n / cp, h, e].
+    [b, g, n / cp, e] give [b, n / cp, h, e]. `attention_mask` is what `_no_mask` has
+    returned.
     """
-    q, k, v = (x.transpose(1, 2) for x in tensors[:3])  # a mask, which there is not, comes fourth
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     offsets, transport = named.get(OFFSETS), transport_for(group, q.device)
     if offsets is None or offsets[-1] != q.shape[1] * (transport.size if transport else 1):
         raise ConfigError(
-            "attention did not get the keywords of shard_batch: call model(**shard_batch(batch)); "
-            f"if you did, the layers around {type(module).__name__} do not pass keywords on, which "
-            "ring attention needs"
+            "attention did not get the keywords of shard_batch: call model(**shard_batch(batch)), "
+            "or model.set_attn_implementation('sdpa') for model.generate; if you did, the layers "
+            f"around {type(module).__name__} do not pass keywords on, which ring attention needs"
         )
     causal = named.get("is_causal")
     if not (module.is_causal if causal is None else causal) or named.get("dropout"):
@@ -413,7 +415,7 @@ def _attend(
             f"{type(module).__name__} caps its scores (softcap), which ring attention does not "
             "support"
         )
-    window = named.get("sliding_window")
+    window = named.get("sliding_window") or attention_mask
     out = ring_attention(
         q,
         k,

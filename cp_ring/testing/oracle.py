@@ -4,7 +4,7 @@ any code of cp_ring's attention.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,18 +13,6 @@ from torch import Tensor
 from cp_ring.api import ring_attention
 from cp_ring.observe.counters import Counters, record
 from cp_ring.plan import Layout, Plan
-
-
-class CaseSizes(TypedDict, total=False):
-    """Sizes of a case: batch rows, query and key/value heads, head size of queries and keys, and
-    head size of values (by default the same).
-    """
-
-    b: int
-    h: int
-    g: int
-    d: int
-    e: int | None
 
 
 class Case(NamedTuple):
@@ -42,13 +30,15 @@ class Case(NamedTuple):
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
-        **sizes: Unpack[CaseSizes],
+        b: int = 1,
+        h: int = 4,
+        g: int = 2,
+        d: int = 16,
+        e: int | None = None,
     ) -> Case:
-        """Draw N(0, 1) inputs of `n` tokens; by default one batch row, 4 query and 2 key/value
-        heads of 16.
+        """Draw N(0, 1) inputs of `n` tokens: b batch rows, h query and g key/value heads, d head
+        size of queries and keys, e head size of values, by default the same.
         """
-        whole: dict[str, Any] = {"b": 1, "h": 4, "g": 2, "d": 16, "e": None, **sizes}
-        b, h, g, d, e = whole.values()
         e = e or d
         generator = torch.Generator().manual_seed(seed)
         shapes = (b, n, h, d), (b, n, g, d), (b, n, g, e), (b, n, h, e)

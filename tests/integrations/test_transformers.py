@@ -32,6 +32,11 @@ FAMILIES = {
     "Qwen3Moe": EXPERTS | {"num_experts": 4},
     "Gemma3": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
     "GptOss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # their layers do not tell the window, which is in the mask alone
+    "Phimoe": WINDOW | {"num_local_experts": 4},
+    "Qwen2Moe": WINDOW
+    | EXPERTS
+    | {"num_experts": 4, "use_sliding_window": True, "max_window_layers": 2},
 }
 LENGTHS = (11, 1, 30)  # of packed documents
 
@@ -113,9 +118,11 @@ def averaged(group, loss, gradients):
     return mean.item(), gradients
 
 
-def on_rank(group, family, packed, fault="", make=model_of):
+def on_rank(group, family, packed, fault="", make=model_of, compiled=False):
     model = make(family)
     use_ring_attention(model, group)
+    if compiled:
+        model.compile(backend="aot_eager")
     batch = shard_batch(batch_of(packed), group)
     if fault == "documents":
         batch[OFFSETS] = (0, batch[OFFSETS][-1])
@@ -136,6 +143,20 @@ def largest_error(found, wanted):
 def test_loss_and_gradients_are_those_of_the_whole_batch(pool, family, packed):
     for found in pool.run(on_rank, 2, family, packed):
         assert largest_error(found, whole(family, packed)) < 1e-6
+
+
+def test_a_compiled_model_has_the_loss_and_gradients_of_the_whole_batch(pool):
+    for found in pool.run(on_rank, 2, "Llama", True, compiled=True):
+        assert largest_error(found, whole("Llama", True)) < 1e-6
+
+
+def test_tokens_by_place_or_embedded():
+    model = model_of("Llama")
+    use_ring_attention(model)
+    batch = shard_batch(batch_of(True))
+    loss, tokens = model(**batch).loss, batch.pop("input_ids")
+    assert model(tokens, **batch).loss == loss
+    assert model(inputs_embeds=model.get_input_embeddings()(tokens), **batch).loss == loss
 
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -254,6 +275,9 @@ def test_what_cannot_be_split_is_rejected():
         transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     )
     assert "its attention" in said(use_ring_attention, bloom)
+    roberta = transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)
+    line = said(use_ring_attention, transformers.RobertaForCausalLM(roberta))
+    assert "counts positions from its padding token" in line
     tokens = torch.arange(8)[None]
     good = {"input_ids": tokens}
     batches = {
