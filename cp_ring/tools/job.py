@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,10 +159,19 @@ def packaged() -> dict[str, Path]:
     }
 
 
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Reject keys that are given twice, of which YAML takes the last."""
+        keys = [str(key.value) for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"given twice: {', '.join(twice)}")
+        return super().construct_mapping(node, deep)
+
+
 def _parsed(text: str, what: str) -> Any:
     """Return the value of a YAML text. Raises `ConfigError` that begins with `what`."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{what}: not valid YAML: {one_line(error)[:300]}") from None
 
@@ -272,7 +281,7 @@ def build_command(job: JobConfig, here: bool = True) -> Command:
     from cp_ring.megatron.flags.checks_job import layers
     from cp_ring.megatron.validation import rejection
 
-    try:
+    with named_in(job):
         device, variables = choose_device(job, here)
         corpus = find_corpus(job)
         flags, args = megatron_flags(job, corpus, device)
@@ -280,10 +289,17 @@ def build_command(job: JobConfig, here: bool = True) -> Command:
         in_a_file = args.use_checkpoint_args or args.yaml_cfg  # the sizes
         if line := "" if in_a_file else rejection(args, job.ranks):
             raise ConfigError(f"Megatron rejects it: {line}")
+    return Command(variables, job.ranks, flags, corpus)
+
+
+@contextlib.contextmanager
+def named_in(job: JobConfig) -> Iterator[None]:
+    """Let errors name the job and its keys in place of flags."""
+    try:
+        yield
     except ConfigError as error:
         lines = (_with_keys(str(line)) for line in error.args)
         raise ConfigError(*(f"{job.source}: {line}" for line in lines)) from None
-    return Command(variables, job.ranks, flags, corpus)
 
 
 def megatron_flags(

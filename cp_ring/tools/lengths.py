@@ -8,7 +8,7 @@ import numpy as np
 
 from cp_ring.errors import PlanError
 from cp_ring.megatron.data.packing import pack
-from cp_ring.plan.ranges import Ints
+from cp_ring.plan.ranges import MAX_TOKENS, Ints
 
 SIGMA = 1.2
 """Of drawn lengths, which are log-normal."""
@@ -35,7 +35,7 @@ def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], st
         return [packed.cu_seqlens(row) for row in chosen], packed.describe()
     if n is None:
         raise PlanError(f"--lengths {text} needs --seq-length, the tokens of all documents")
-    if not mean.isdecimal() or not int(mean):
+    if not mean.isdecimal() or not 0 < int(mean) <= MAX_TOKENS:
         raise PlanError(f"--lengths {text}: give lognormal:MEAN, as in lognormal:2000")
     rng, count = np.random.default_rng(seed), 4 * n // int(mean) + 64
     drawn = rng.lognormal(np.log(int(mean)) - SIGMA**2 / 2, SIGMA, count)
@@ -46,10 +46,12 @@ def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], st
 def _of_file(path: str) -> Ints:
     try:
         numbers = np.array(Path(path).read_text().split(), np.int64)
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise PlanError(
             f"--lengths {path}: neither lognormal:MEAN nor a file of whole numbers: {error}"
         ) from None
-    if not len(numbers) or numbers.min() < 1:
-        raise PlanError(f"--lengths {path}: it must have documents, each of at least 1 token")
+    if not len(numbers) or numbers.min() < 1 or numbers.max() > MAX_TOKENS:
+        raise PlanError(
+            f"--lengths {path}: it must have documents, each of 1 to {MAX_TOKENS} tokens"
+        )
     return numbers

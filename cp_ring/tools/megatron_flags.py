@@ -16,7 +16,8 @@ def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]
     flag.
     """
     known = parser._option_string_actions
-    dashes, as_it_is = f"--{key.replace('_', '-')}", f"--{key}"
+    as_it_is = f"--{key}"
+    dashes = as_it_is.replace("_", "-")
     flag = as_it_is if as_it_is in known else dashes
     action = known.get(flag)
     switch = action is not None and action.nargs == 0

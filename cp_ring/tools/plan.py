@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -74,7 +73,7 @@ def plan_command(
     head_parallel: Annotated[
         int | None, _number("Ranks that exchange tokens for heads. Default: 1.")
     ] = None,
-    ranks_per_node: Annotated[int | None, _number("Default: 8.")] = None,
+    ranks_per_node: Annotated[int, _number("GPUs of a node, of a JOB's tensor-parallel too.")] = 8,
     heads: Annotated[int | None, _number("Query heads. Default: 32.")] = None,
     kv_heads: Annotated[int | None, _number("Key/value heads. Default: 8.")] = None,
     head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,
@@ -89,23 +88,23 @@ def plan_command(
     GPU.
     """
     choose_for(device)
-    asked = _of_job(job, overrides) if job else Asked()
-    if overrides and not job:
-        raise ConfigError(f"--set {overrides[0]} changes a job: name one")
-    given = {
-        "cp": cp,
-        "n": seq_length,
-        "window": window,
-        "ranks_per_node": ranks_per_node,
-        "sizes": _changed(asked.sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim),
-        "spec": _changed(asked.spec, layout=layout, route=route, ulysses=head_parallel),
-    }
-    asked = _changed(asked, **given)
-    if not asked.cp:
+    if seq_length is not None and seq_length < 1:
+        raise PlanError(f"--seq-length {seq_length}: it must be at least 1")
+    if job:
+        asked = _of_job(job, overrides, ranks_per_node, cp, seq_length)
+    elif not cp:
         raise PlanError("--cp: give the context-parallel ranks, or a JOB")
+    elif overrides:
+        raise ConfigError(f"--set {overrides[0]} changes a job: name one")
+    else:
+        asked = Asked(cp, seq_length, ranks_per_node=ranks_per_node)
+    sizes = _changed(asked.sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    spec = _changed(asked.spec, layout=layout, route=route, ulysses=head_parallel)
+    if spec.choice is not None:
+        choice = None if head_parallel else replace(spec.choice, sizes=replace(sizes, batch=1))
+        spec = replace(spec, choice=choice)
+    asked = _changed(asked, window=window, sizes=sizes, spec=spec)
     n = asked.n
-    if n is not None and n < 1:
-        raise PlanError(f"--seq-length {n}: it must be at least 1")
     rows, packed = packed_rows(lengths, n) if lengths is not None else ([None], "")
     masks = [make_mask(n, asked.window, full, row) for row in rows]
     if (tokens := masks[0].n) > MAX_TOKENS:
@@ -114,7 +113,8 @@ def plan_command(
     if lengths is not None and layout is head_parallel is None:
         compared = compare(masks, asked, assumed)
         best = compared[0]
-        spec = replace(asked.spec, layout=best["layout"], ulysses=best["head_parallel"])
+        heads = best["head_parallel"]
+        spec = replace(spec, layout=best["layout"], ulysses=heads, choice=None)
         asked = replace(asked, spec=spec)
     start = time.perf_counter()
     made = asked.spec.build(masks[0], asked.cp)
@@ -160,8 +160,8 @@ def compare(masks: Sequence[Mask], asked: Asked, on: Conditions) -> list[dict[st
     """
     found = []
     for name in ("balanced", "zigzag")[: 1 + (masks[0].n >= 2 * asked.cp)]:
-        for heads in on.heads_to_try(asked.cp):
-            spec = replace(asked.spec, layout=name, ulysses=heads)
+        for heads in [1] if on.sizes.codec.latent else on.heads_to_try(asked.cp):
+            spec = replace(asked.spec, layout=name, ulysses=heads, choice=None)
             made = [spec.build(mask, asked.cp) for mask in masks]
             times = [plan.time(on) for plan in made]
             both, ideal = np.mean([(each.both, each.ideal) for each in times], 0).tolist()
@@ -183,31 +183,37 @@ def _changed[T](values: T, **changes: Any) -> T:
     return changed
 
 
-def _of_job(job: str, overrides: list[str] | None) -> Asked:
-    """Return what a job plans in its first attention layer."""
+def _of_job(
+    job: str, overrides: list[str] | None, per_node: int, cp: int | None, n: int | None
+) -> Asked:
+    """Return what the ranks of a job plan in its first attention layer, on nodes of `per_node`
+    ranks. `cp` and `n` replace its own values.
+    """
     from cp_ring.comm.nodes import node_size
     from cp_ring.megatron.adapter.asked import Asked as Arguments
-    from cp_ring.megatron.adapter.comm_types import spec_of_layer
+    from cp_ring.megatron.adapter.heads_choice import with_choice
+    from cp_ring.megatron.flags.codec_choice import fastest_wire
+    from cp_ring.megatron.flags.comm_types import specs
     from cp_ring.megatron.flags.layer_pattern import RECURRENT
     from cp_ring.megatron.flags.recurrent_choice import mixers
-    from cp_ring.tools.job import load
+    from cp_ring.tools.job import load, megatron_flags, named_in
 
     loaded = load(job, overrides or ())
-    settings, megatron = loaded.cp_ring, Namespace(**loaded.megatron)
-    asked = Arguments(megatron)
-    n, windows, kind = asked.seq_length, asked.window_size or (-1, 0), asked.cp_comm_type
-    if not isinstance(n, int):
-        raise ConfigError(f"{loaded.source}: megatron.seq_length {n!r}: give a number of tokens")
-    if isinstance(windows, str):
-        windows = [int(number) for number in windows.strip("()[] ").split(",")]
-    if isinstance(kind, list):
-        kind = kind[0]
-    spec = spec_of_layer(kind, settings, megatron, asked.tp, asked.cp)
-    wire = "plain" if settings.wire == "auto" else settings.wire
-    sizes = attention_sizes(megatron, asked.tp, wire)
-    near = node_size(range(0, asked.tp * asked.cp, asked.tp), 8)
-    recurrent = {RECURRENT[letter]: each for letter, each in mixers(asked)}
-    return Asked(asked.cp, n, windows[0], spec, sizes, near, recurrent)
+    given = {"context_parallel_size": cp, "seq_length": n}
+    loaded.megatron.update({key: value for key, value in given.items() if value is not None})
+    with named_in(loaded):
+        args, settings = megatron_flags(loaded, None, "cuda")[1], loaded.cp_ring
+        asked = Arguments(args)
+        tp, cp = asked.tp, asked.cp
+        near = node_size(range(0, tp * cp, tp), per_node)
+        if settings.wire == "auto":
+            settings = replace(settings, wire=fastest_wire(args, settings, near))
+        (kind, spec), *_ = specs(args, settings)
+        spec = with_choice(spec, kind, settings, args, tp, cp, near)
+        recurrent = {RECURRENT[letter]: each for letter, each in mixers(asked)}
+    sizes = attention_sizes(args, tp, settings.wire)
+    window, _ = args.window_size or (-1, 0)
+    return Asked(cp, args.seq_length, window, spec, sizes, near, recurrent)
 
 
 def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:

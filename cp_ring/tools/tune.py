@@ -417,10 +417,10 @@ def possible_sizes(setup: TrainingSetup) -> list[ParallelSizes]:
         kinds = ", ".join(f"{name} {size}" for name, size in given.items() if size)
         hint = f"; {line}" if (line := _undivided(setup)) else ""
         raise PlanError(
-            f"--gpus {setup.gpus}: no sizes of tp, cp, pp and dp{f' with {kinds}' if kinds else ''}"
-            f" have this product and divide {model.layer.heads} heads, {setup.seq_length:,} "
-            f"tokens, {model.layers} layers and a global batch of {setup.global_batch} in "
-            f"microbatches of {setup.micro_batch}"
+            f"--gpus {setup.gpus}: no sizes of tp, cp up to {MAX_RANKS}, pp and dp"
+            f"{f' with {kinds}' if kinds else ''} have this product and divide "
+            f"{model.layer.heads} heads, {setup.seq_length:,} tokens, {model.layers} layers and a "
+            f"global batch of {setup.global_batch} in microbatches of {setup.micro_batch}"
             + (f", with experts over {parallel} ranks" if parallel > 1 else "")
             + hint
         )
@@ -463,7 +463,7 @@ def _print(result: TuneResult, title: str) -> None:
 
     def line(name: str, values: list[Any], unit: float) -> None:
         cells = (f"{x / unit:,.2f}" if isinstance(x, float) else str(x) for x in values)
-        typer.echo(f"{name:<32}" + "".join(f"{cell:>9}" for cell in cells))
+        typer.echo(f"{name:<36}" + "".join(f"{cell:>14}" for cell in cells))
 
     for name, first in ways[0].items():
         values, unit = [way[name] for way in ways], 1e9 if name in ("bytes", "memory") else 1.0

@@ -382,7 +382,7 @@ def step_seconds(
     )
     of_microbatch = {
         "attention": both - waits_both,
-        "attention waits for messages": waits_both,
+        "attention waits": waits_both,
         "recurrent layers": recurrent * (4 if again else 3),
         "recurrent messages": exchanges * (1.5 if again else 1),
         "other layers": 3 * layers,

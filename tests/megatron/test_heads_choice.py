@@ -11,7 +11,7 @@ import pytest
 from cp_ring.comm import groups
 from cp_ring.megatron import enable
 from cp_ring.megatron.adapter import heads_choice, planned
-from cp_ring.megatron.adapter.config import Split
+from cp_ring.megatron.adapter.config import RingConfig, Split
 from cp_ring.megatron.adapter.documents import Documents
 from cp_ring.megatron.adapter.heads_choice import every_choice, with_choice
 from cp_ring.megatron.flags.resolve import _with_named_type
@@ -23,7 +23,6 @@ from cp_ring.plan.sizes.device_rates import NAMED, RATES, running, use
 from cp_ring.plan.time import Conditions
 from tests.megatron.layers import core_attention
 
-GROUP = SimpleNamespace(size=lambda: 4)
 MODEL = SimpleNamespace(
     num_attention_heads=8,
     num_query_groups=4,
@@ -34,14 +33,8 @@ MODEL = SimpleNamespace(
 )
 
 
-@pytest.fixture(autouse=True)
-def two_nodes(monkeypatch):
-    monkeypatch.setattr(heads_choice, "ranks_per_node", lambda: 2)
-    monkeypatch.setattr(heads_choice.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
-
-
-def choice(kind="p2p", model=MODEL, **settings):
-    return with_choice(PlanSpec(), kind, Options.make(**settings), model, 1, GROUP)
+def choice(kind="p2p", model=MODEL, near=2, **settings):
+    return with_choice(PlanSpec(), kind, Options.make(**settings), model, 1, 4, near)
 
 
 def test_a_group_of_two_nodes_has_a_choice():
@@ -83,10 +76,17 @@ def test_a_rank_without_attention_layers_chooses_by_its_gpu_too(door, monkeypatc
     assert running() == NAMED["b200"]
 
 
-def test_inside_a_node_there_is_no_choice(monkeypatch):
-    for ranks in (4, 8, None):
-        monkeypatch.setattr(heads_choice, "ranks_per_node", lambda ranks=ranks: ranks)
-        assert choice().choice is None
+def test_inside_a_node_there_is_no_choice():
+    assert choice(near=4).choice is choice(near=1).choice is None
+
+
+def test_a_layer_counts_the_ranks_of_a_node(monkeypatch):
+    monkeypatch.setattr(planned, "ranks_per_node", lambda: 2)
+    monkeypatch.setattr(planned.dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
+    alone, four = (SimpleNamespace(size=lambda ranks=ranks: ranks) for ranks in (1, 4))
+    layer = SimpleNamespace(cp_comm_type=None, tp_group=alone, ring=RingConfig(), config=MODEL)
+    assert planned.PlannedAttention._spec_on(layer, four).choice == choice().choice
+    assert planned.PlannedAttention._spec_on(layer, alone).choice is None
 
 
 def test_each_microbatch_has_its_own(monkeypatch):

@@ -73,6 +73,8 @@ FILES = [
     ("launch:\n  device:\n", "launch.device"),
     ("\xff\xfe", "not valid YAML | needs the sections"),
     ("[" * 5000, "not valid YAML"),
+    ("cp_ring:\n  cpu: true\ncp_ring:\n  wire: int8", "not valid YAML: given twice: cp_ring"),
+    ("megatron: {1: 2}", "unrecognized arguments"),
     ('a: !!python/object/apply:os.system ["exit 3"]', "not valid YAML: could not determine"),
 ]
 

@@ -95,6 +95,9 @@ def test_packed_documents_are_compared_and_the_fastest_is_planned(tmp_path):
 
 
 def test_lengths_of_a_data_set_are_packed_into_rows(tmp_path):
+    (tmp_path / "huge").write_text(f"1 {10**20}")
+    with pytest.raises(PlanError, match="nor a file of whole numbers"):
+        packed_rows(str(tmp_path / "huge"), 64)
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("3000 1000 " * 20 + "9000")
     line = f"--seq-length 4096 --lengths {lengths} --cp 4"
@@ -163,6 +166,18 @@ def test_a_job_has_the_sizes_of_its_layer():
         invoke(f"{USUAL} --set a.b=1")
 
 
+def test_a_job_is_planned_as_its_ranks_plan_it():
+    """On nodes of 8: with the exchange of heads, the codec and the flags that they would choose."""
+    facts = facts_of("llama3-8b-128k --cp 16")
+    alike = "llama3-8b-128k --set megatron.context_parallel_size=16 --ranks-per-node 8"
+    assert facts["head_parallel"] == 4
+    assert facts | {"proven_ms": 0} == facts_of(alike) | {"proven_ms": 0}
+    assert facts_of(f"{alike} --head-parallel 1")["head_parallel"] == 1
+    latent = facts_of("deepseek-style-mla-moe --cp 32 --lengths lognormal:60000")
+    assert latent["wire"] == "latent"
+    assert {each["head_parallel"] for each in latent["compared"]} == {1}
+
+
 @pytest.mark.parametrize(
     "options, line",
     [
@@ -176,6 +191,8 @@ def test_a_job_has_the_sizes_of_its_layer():
         (f"{USUAL} --device warp", "--device warp: known are a100"),
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
+        (f"{USUAL} --lengths lognormal:{10**20}", "give lognormal:MEAN"),
+        ("quickstart --set megatron.foo=3", "quickstart: unrecognized arguments: megatron.foo 3"),
         (f"{USUAL} --draw plan.txt", "--draw plan.txt: cannot write: Format 'txt' is not"),
     ],
 )

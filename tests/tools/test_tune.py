@@ -87,10 +87,10 @@ def test_sizes_multiply_to_the_gpus_and_divide_the_model():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"gpus": 7}, "^--gpus 7: no sizes of tp, cp, pp and dp have this product"),
+        ({"gpus": 7}, "^--gpus 7: no sizes of tp, cp up to 256, pp and dp have this product"),
         ({"tp": 3}, "^--tp 3: it does not divide the 8 GPUs of --gpus"),
         ({"cp": 0}, "^--cp 0: it does not divide"),
-        ({"tp": 8}, "^--gpus 8: no sizes of tp, cp, pp and dp with tp 8 "),
+        ({"tp": 8}, "^--gpus 8: no sizes of tp, cp up to 256, pp and dp with tp 8 "),
     ],
 )
 def test_what_does_not_factor_is_rejected(changes, message):

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from cp_ring.comm.groups import choose_for
+from cp_ring.comm.nodes import node_size, ranks_per_node
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
@@ -163,9 +165,10 @@ class PlannedAttention(MegatronModule):
 
     def _spec_on(self, group: Any) -> PlanSpec:
         kind = self.cp_comm_type
-        tp = self.tp_group.size()
-        spec = spec_of_layer(kind, self.ring, self.config, tp, group.size())
-        return with_choice(spec, kind, self.ring, self.config, tp, group)
+        tp, cp = self.tp_group.size(), group.size()
+        near = node_size(dist.get_process_group_ranks(group), ranks_per_node()) if cp > 1 else 1
+        spec = spec_of_layer(kind, self.ring, self.config, tp, cp)
+        return with_choice(spec, kind, self.ring, self.config, tp, cp, near)
 
     def check_batch_mask(self, attention_mask: torch.Tensor, mask: str, plan: AnyPlan) -> None:
         """Raise `ConfigError` unless the mask tensor is the declared causal mask of this rank's

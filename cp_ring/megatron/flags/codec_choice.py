@@ -33,12 +33,10 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     if latent and SPARSE in letters_of(args):
         note("sparse attention: Megatron gathers the keys of all tokens")
         return "plain"
-    ulysses = max(spec.ulysses for _, spec in comm_types.specs(args, config))
     chosen = config.wire
     if chosen == "auto":
-        chosen = "plain"
-        if not latent_problem(args, ulysses, config) and _latent_pays(args, config):
-            chosen = "latent"
+        near = max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
+        chosen = fastest_wire(args, config, near)
     if latent or not WIRES[chosen].plain:
         _note(args, config.wire, chosen)
     return chosen
@@ -62,12 +60,15 @@ def _note(args: argparse.Namespace, asked: str, chosen: str) -> None:
     )
 
 
-def _latent_pays(args: argparse.Namespace, config: Options) -> bool:
-    """Return True if attention of one causal sequence is predicted to be faster with latents."""
-    cp = args.context_parallel_size
-    node = max((ranks_per_node() or 1) // args.tensor_model_parallel_size, 1)
-    causal = plan(Mask.causal(args.seq_length), cp)
+def fastest_wire(args: argparse.Namespace, config: Options, near: int) -> str:
+    """Return the codec that `auto` chooses where `near` context-parallel ranks share a node: latent
+    if latents can travel, and attention of one causal sequence is predicted to be faster with them.
+    """
+    ulysses = max(spec.ulysses for _, spec in comm_types.specs(args, config))
+    if latent_problem(args, ulysses, config):
+        return "plain"
+    causal = plan(Mask.causal(args.seq_length), args.context_parallel_size)
     latent, plain = (
-        causal.time(Conditions(_sizes(args, wire), node=node)).both for wire in ("latent", "plain")
+        causal.time(Conditions(_sizes(args, wire), node=near)).both for wire in ("latent", "plain")
     )
-    return latent < plain
+    return "latent" if latent < plain else "plain"

@@ -356,6 +356,7 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
             {"SLURM_JOB_NUM_NODES": "3"},
             "the hosts (n1 n2) are not the job's 3",
         ),
+        (("--", "true", *FLAGS), {"SLURM_NTASKS": "3"}, "3 tasks do not divide among 2 nodes"),
         (("--", "bash", "job.sh"), {}, "--save is not in the command, so no try could save and"),
         (("--", "true", "--save=s", *FLAGS[4:]), {}, "--load is not in the command"),
         (("--", "true", *FLAGS[:4]), {}, "--exit-signal-handler is not in the command"),
