@@ -45,8 +45,9 @@ def main() -> None:
     # imports create millions of objects that stay; without collection they take a seventh less time
     gc.disable()
     with rejecting(), progress.told(), ending_soon("training"):
-        # Megatron's wrapper of FSDP2 does not divide gradients by the number of tokens
-        flags = _FLAGS[1:] if "--use-torch-fsdp2" in sys.argv else _FLAGS
+        # Megatron then does not divide gradients by the number of tokens
+        by_rank = {"--use-torch-fsdp2", "--ddp-average-in-collective"} & {*sys.argv}
+        flags = _FLAGS[1:] if by_rank else _FLAGS
         # with a ring, a rule rejects them and names what to give in their place
         ruled = ("--hybrid-", "--dynamic-") if "--cp-ring" in sys.argv else ()
         given = [word for word in sys.argv if not word.startswith(ruled)]

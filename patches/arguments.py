@@ -31,10 +31,12 @@ def _validate_and_check(
     validate: Function, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> Any:
     from cp_ring.megatron.compat import logits_without_te
-    from cp_ring.megatron.flags.resolve import accept_complete
+    from cp_ring.megatron.flags.resolve import accept, accept_complete
     from cp_ring.megatron.rejection import megatrons_rejections, rejecting
     from cp_ring.patches.install import install_for_model
 
+    if args.use_checkpoint_args:  # which Megatron has read by now
+        args = accept(args)
     config = Options.from_args(args)
     objections = megatrons_rejections() if config.enabled or config.cpu else nullcontext()
     with rejecting(), objections, logits_without_te(args) if config.enabled else nullcontext():

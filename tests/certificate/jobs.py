@@ -63,6 +63,7 @@ REAL = """
 --eod-mask-loss; --num-dataset-builder-threads 2; --no-load-optim --no-load-rng
 --kv-channels 32; --use-rope-scaling; --enable-experimental
 --no-persist-layer-norm --no-bias-dropout-fusion; --accumulate-allreduce-grads-in-fp32
+--use-distributed-optimizer --num-distributed-optimizer-instances 2
 """
 REAL_OF_EXPERTS = """
 --moe-router-dtype fp32; --moe-router-score-function sigmoid; --moe-router-topk-scaling-factor 2.5; --moe-router-pre-softmax
@@ -244,6 +245,7 @@ _DOCUMENTED = {
     "masks of the data set": f"{UNTIED} --cp-ring-document-mask --reset-attention-mask "
         "--reset-position-ids",
     "heads": f"{UNTIED} --use-torch-fsdp2 --cp-comm-type a2a",
+    "averages": f"{UNTIED} --use-distributed-optimizer --ddp-average-in-collective",
 }  # fmt: skip
 _TWO_LEVELS = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 

@@ -167,6 +167,7 @@ def test_flags_of_real_scripts_get_as_far_as_the_first_step(tmp_path, number):
     [
         ("mask or none", "siblings seen"),
         ("gradients in bfloat16", "gradients of one hop twice"),
+        ("averages", "loss divided by cp twice"),
     ],
 )
 def test_flags_of_the_documentation(tmp_path, name, fault):

@@ -75,6 +75,7 @@ EXAMPLES = {
 --save /proc/x
 --data-path /nowhere/corpus
 --sft --data-path talks.jsonl --split 969,30,1
+--split 100,0,0 --eval-iters 3
 """,
     "Without CUDA": """
 --distributed-backend nccl

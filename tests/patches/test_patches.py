@@ -210,13 +210,15 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
     monkeypatch.setattr(Patch, "apply", lambda patch: done.append(patch.name))
     monkeypatch.setattr(arguments, "validate_args", lambda args, *rest, **named: args)
     monkeypatch.setattr(resolve, "accept_complete", lambda args: args)
+    monkeypatch.setattr(resolve, "accept", lambda args: done.append("checked") or args)
     made = patches.get("arguments").changes()
     (check,) = [new for owner, name, new in made if (owner, name) == (arguments, "validate_args")]
     off = {"cp_ring_certify": "off", "mtp_num_layers": None, "num_experts": None}
+    off["use_checkpoint_args"] = True
     check(argparse.Namespace(**off | layers, cp_ring=True))
-    assert done == [wanted] * bool(wanted)
+    assert done == ["checked"] + [wanted] * bool(wanted)
     done.clear()
-    check(argparse.Namespace(**off | layers, cp_ring=False))
+    check(argparse.Namespace(**off | layers | {"use_checkpoint_args": False}, cp_ring=False))
     assert not done
 
 

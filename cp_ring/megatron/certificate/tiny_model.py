@@ -317,11 +317,13 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
         words = {*name.split("_")}
         if "VIRTUAL" in words:
             state[name] = None
-        elif "GLOO" in words or not (whole or words & {"EXPERT", "PIPELINE", "EMBEDDING"}):
+        elif "GLOO" in words or not (
+            whole or words & {"EXPERT", "PARTIAL", "PIPELINE", "EMBEDDING"}
+        ):
             continue
         elif isinstance(value, dist.ProcessGroup):
-            of_experts = data if words >= {"EXPERT", "DATA"} and not whole else alone
-            state[name] = tensor if "TENSOR" in words else of_experts
+            of_data = data if "DATA" in words and not whole else alone
+            state[name] = tensor if "TENSOR" in words else of_data
         elif "RANKS" in words and "TENSOR" not in words:
             state[name] = [dist.get_rank()]
     return state

@@ -196,13 +196,17 @@ class PackedConversations(MegatronDataset):
     """
 
     def __new__(cls, *given: Any) -> Any:
-        """Return None if --split leaves no conversation of a single file to validation or test."""
-        _, _, indices, _, index_split, config = given
+        """Return None if --split leaves no conversation of a single file to validation or test, or
+        none is asked for (--eval-iters 0).
+        """
+        _, _, indices, samples, index_split, config = given
         split = index_split.name
         blend = config.blend
-        if len(indices) or split == "train" or not blend or len(blend[0]) > 1:
+        wanted = len(indices) and samples != 0
+        if wanted or split == "train" or not blend or len(blend[0]) > 1:
             return super().__new__(cls)
-        print_rank_0(f"cp_ring: {split}: --split {config.split} leaves it no conversation")
+        if not len(indices):
+            print_rank_0(f"cp_ring: {split}: --split {config.split} leaves it no conversation")
         if split == "valid":  # Megatron would wait for it, also in the test
             get_args().eval_iters = 0
         return None

@@ -29,6 +29,8 @@ def dropout(args: Asked, options: Options) -> str | None:
         return (
             f"--cp-ring does not support {args.shown('attention_dropout')}: give "
             "--attention-dropout 0"
+            + " without --use-checkpoint-args"
+            * bool(args.use_checkpoint_args)
         )
     return None
 

@@ -71,8 +71,11 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
             args.create_attention_mask_in_dataloader = False
         check(args, options, (*JOB, *HERE))
         job = arguments()
-        if options.wire == "auto" and job:  # Megatron parses its flags again, after the choice
+        # Megatron parses its flags again, after the choices
+        if options.wire == "auto" and job:
             options = replace(options, wire=Options.from_args(job).wire)
+        if args.use_checkpoint_args and job:
+            options = replace(options, recurrent=Options.from_args(job).recurrent)
         options = with_way(args, _with_named_type(args, options, sys.argv[1:]))
         args.cp_ring_recurrent = options.recurrent
         configure(options, windows=windows_of(args) if options.enabled else None)
