@@ -90,16 +90,16 @@ ROOMS = (
     room("doctor", 1_200, 1_190, "cp_ring/tools/doctor.py"),
     room("bench", 3_000, 2_200, """cp_ring/tools/bench.py
         cp_ring/tools/bench_attention.py cp_ring/tools/bench_host.py"""),
-    room("glue", 1_000, 980, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
+    room("glue", 1_000, 990, """cp_ring/tools/__init__.py cp_ring/tools/__main__.py
         cp_ring/tools/cli.py cp_ring/tools/terminal.py"""),
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
     room("ring 1: the library", 107_000, 106_800, _LIBRARY),
     room("ring 2: Megatron", 67_000, 67_200, _ADAPTER),
-    room("ring 3: tools", 22_000, 22_330, "cp_ring/tools"),
+    room("ring 3: tools", 22_000, 22_340, "cp_ring/tools"),
     room("all", 196_000, 196_320, "cp_ring patches"),
-    room("tests", 220_000, 251_340, "tests"),
+    room("tests", 220_000, 251_370, "tests"),
 )
 """Several rooms together, and the tests."""
 

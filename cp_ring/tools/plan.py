@@ -113,8 +113,7 @@ def plan_command(
     if lengths is not None and layout is head_parallel is None:
         compared = compare(masks, asked, assumed)
         best = compared[0]
-        heads = best["head_parallel"]
-        spec = replace(spec, layout=best["layout"], ulysses=heads, choice=None)
+        spec = replace(spec, layout=best["layout"], ulysses=best["head_parallel"], choice=None)
         asked = replace(asked, spec=spec)
     start = time.perf_counter()
     made = asked.spec.build(masks[0], asked.cp)

@@ -68,7 +68,8 @@ def emit(facts: Any, as_json: bool, show: Callable[[], object]) -> None:
 
 def show_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Print a table of texts and numbers."""
-    table = Table(*(Column(name, justify="right") for name in columns), title=title)
+    right = (Column(name, justify="right", overflow="fold") for name in columns)
+    table = Table(*right, title=title)
     for row in rows:
         table.add_row(*map(_cell, row))
     Console().print(table)

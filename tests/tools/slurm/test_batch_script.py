@@ -371,6 +371,7 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
             "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
         ),
         (("--", "true", "--save", "/proc/saves", *FLAGS[2:]), {}, "--save /proc/saves cannot be"),
+        (("--", "true", "--load", "b", *FLAGS[:2], *FLAGS[4:]), {}, "--load b is not --save "),
     ],
 )
 def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, settings, why):
