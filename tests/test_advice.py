@@ -305,6 +305,7 @@ OF_OTHERS = (
     "attention did not get the keywords of shard_batch",
     "has a head that may pool a row",
     "counts positions from its padding token",
+    "leaves no validation data: give --eval-iters 0",
     "shard_batch shifts labels",
     "attention_mask has no effect after shard_batch",
     "attention_mask numbers documents",

@@ -272,9 +272,12 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
         return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(wanted)
 
     print_rank_0("> building the data sets")
-    return BlendedMegatronDatasetBuilder(
+    made = BlendedMegatronDatasetBuilder(
         kind, num_samples, built_here, dataset_config(args)
     ).build()
+    if built_here() and made[1] is None and (args.eval_iters or args.full_validation):
+        raise ConfigError(f"--split {args.split} leaves no validation data: give --eval-iters 0")
+    return made
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ EXAMPLES = {
 """,
     "Attention": """
 --attention-dropout 0.1
+--attention-dropout 0.1 --use-checkpoint-args
 --window-size=-2,0
 --window-size 16,4
 --window-size 16,0 --window-attn-skip-freq [1]
@@ -75,7 +76,6 @@ EXAMPLES = {
 --save /proc/x
 --data-path /nowhere/corpus
 --sft --data-path talks.jsonl --split 969,30,1
---split 100,0,0 --eval-iters 3
 """,
     "Without CUDA": """
 --distributed-backend nccl

@@ -9,6 +9,8 @@ import pytest
 from cp_ring import pretrain_gpt
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.rejection import Rejected
+from tests.megatron import documents
+from tests.megatron.launch import TINY, attempt
 
 # `args.*` of pretrain_gpt.py of core_v0.18.2, core_v0.19.0, main and dev of 2026-11; the checkout
 # lane compares it with a checkout
@@ -91,3 +93,12 @@ def line_of_entry(monkeypatch, capsys, *flags):
 def test_the_list_of_flags_is_that_of_checkouts(megatron_lm):
     names = names_of((megatron_lm / "pretrain_gpt.py").read_text())
     assert names <= {*READ.split()}, names - {*READ.split()}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("iters, line", [("1", "leaves no validation data"), ("0", "")])
+def test_validation_needs_data(tmp_path, iters, line):
+    data = documents.write(str(tmp_path / "docs"), documents=40)
+    flags = f"--train-iters 2 --cp-ring-cpu --split 100,0,0 --data-path {data} --eval-iters {iters}"
+    done = attempt(1, "job", flags.split(), tmp_path, [x for x in TINY if x != "--mock-data"])
+    assert line in done.rejected and len(done.losses) == (0 if line else 2), done

@@ -26,11 +26,10 @@ _LOST_IN_GRAPHS = (
 def dropout(args: Asked, options: Options) -> str | None:
     """Reject dropout: no GPU kernel draws the same dropout at every context parallel size."""
     if args.attention_dropout:
+        also = " without --use-checkpoint-args" * bool(args.use_checkpoint_args)
         return (
             f"--cp-ring does not support {args.shown('attention_dropout')}: give "
-            "--attention-dropout 0"
-            + " without --use-checkpoint-args"
-            * bool(args.use_checkpoint_args)
+            f"--attention-dropout 0{also}"
         )
     return None
 

@@ -124,23 +124,18 @@ def splits(args: Asked, options: Options) -> str | None:
     or with --sft divides by zero after training. Rows that cp_ring packs may be without.
     """
     words: Sequence[str] = args.data_path or []
-    if not (words or (args.split and args.mock_data)):
-        return None
-    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
-
-    split = args.split or "969, 30, 1"
-    shares = parse_and_normalize_split(split)
-    if not shares[1] and (args.eval_iters or args.full_validation):
-        return f"--split {split} leaves validation no data: give --eval-iters 0"
     packs = args.sft and (options.document_mask or splits_packed(args, options))
     if len(words) != 1 or packs or data_files(args, options):
         return None
-    (path,) = words
+    (path,), split = words, args.split or "969, 30, 1"
     if args.sft and Path(path).is_dir():
         return None
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+
     with open(path if args.sft else f"{path}.idx", "rb") as file:
         # the header of an index: a magic word of 9 bytes, version, dtype, number of documents
         count = sum(1 for _ in file) if args.sft else int.from_bytes(file.read(26)[18:], "little")
+    shares = parse_and_normalize_split(split)
     edges = [round(sum(shares[:end]) * count) for end in range(4)]
     parts = zip(("train", "validation", "test"), shares, pairwise(edges), strict=True)
     for name, share, (begin, end) in parts:
