@@ -289,7 +289,7 @@ UNDRAWN = {
     "read by scripts alone": "--fim-data",
     "of checkpoints, the end of a job or its certificate": (
         "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --load "
-        "--no-cp-ring-certify --save --save-retain-interval"
+        "--no-cp-ring-certify --save --save-retain-interval --use-checkpoint-args"
     ),
     "of files": "--data-cache-path --data-path --tokenizer-model",
 }

@@ -450,6 +450,12 @@ def test_a_split_without_documents_is_rejected(parse, capsys, tmp_path, sft):
     assert line.endswith("give --split 100,0,0 and --eval-iters 0, or more documents")
     for right in (["--split", "100,0,0"], ["--split", "80,10,10"]):
         parse(*flags, *right)
+    path, elsewhere = flags.pop(), "s3://bucket/data"
+    (of_blend,) = rejections_of(
+        parse, capsys, *flags, "1", elsewhere, "2", path, "--split", "969,30,1"
+    )
+    assert of_blend == line
+    parse(*flags, elsewhere)
 
 
 SLIPS = {

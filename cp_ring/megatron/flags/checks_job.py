@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -105,13 +105,8 @@ def data_files(args: Asked, options: Options) -> str | None:
         return "--sft needs conversations: give --data-path FILE.jsonl instead of --mock-data"
     suffixes = ("",) if args.sft else (".idx", ".bin")
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words: Sequence[str] = getattr(args, name) or []
-        weighted = len(words) > 1 and len(words) % 2 == 0 and all(map(_is_number, words[::2]))
-        for prefix in words[1::2] if weighted else words:
-            paths = [Path(prefix + suffix) for suffix in suffixes]
-            if "://" in prefix or (args.sft and paths[0].is_dir()):
-                continue  # an object store, or a folder that Megatron's own data set may read
-            for path in paths:
+        for prefix in _files(getattr(args, name), args):
+            for path in (Path(prefix + suffix) for suffix in suffixes):
                 if not path.is_file() or not path.stat().st_size:
                     file = "" if args.sft else f"{path} "
                     what = "is empty" if path.is_file() else "does not exist"
@@ -119,31 +114,40 @@ def data_files(args: Asked, options: Options) -> str | None:
     return None
 
 
+def _files(words: Sequence[str] | None, args: Asked) -> Iterator[str]:
+    """Yield the paths of data sets, which may stand with weights, without object stores and folders
+    that Megatron's own data set may read.
+    """
+    words = words or []
+    weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+    for prefix in words[1::2] if weighted else words:
+        if not ("://" in prefix or (args.sft and Path(prefix).is_dir())):
+            yield prefix
+
+
 def splits(args: Asked, options: Options) -> str | None:
     """Reject a --split that leaves validation or test nothing of the data: Megatron waits for ever,
     or with --sft divides by zero after training. Rows that cp_ring packs may be without.
     """
-    words: Sequence[str] = args.data_path or []
     packs = args.sft and (options.document_mask or splits_packed(args, options))
-    if len(words) != 1 or packs or data_files(args, options):
-        return None
-    (path,), split = words, args.split or "969, 30, 1"
-    if args.sft and Path(path).is_dir():
-        return None
-    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+    split = args.split or "969, 30, 1"
+    for path in () if packs or data_files(args, options) else _files(args.data_path, args):
+        from megatron.core.datasets import blended_megatron_dataset_config as megatrons
 
-    with open(path if args.sft else f"{path}.idx", "rb") as file:
-        # the header of an index: a magic word of 9 bytes, version, dtype, number of documents
-        count = sum(1 for _ in file) if args.sft else int.from_bytes(file.read(26)[18:], "little")
-    shares = parse_and_normalize_split(split)
-    edges = [round(sum(shares[:end]) * count) for end in range(4)]
-    parts = zip(("train", "validation", "test"), shares, pairwise(edges), strict=True)
-    for name, share, (begin, end) in parts:
-        if share and begin == end:
-            return (
-                f"--split {split} leaves {name} none of the {count} documents of --data-path "
-                f"{path}: give --split 100,0,0 and --eval-iters 0, or more documents"
+        with open(path if args.sft else f"{path}.idx", "rb") as file:
+            # the header of an index: a magic word of 9 bytes, version, dtype, number of documents
+            count = (
+                sum(1 for _ in file) if args.sft else int.from_bytes(file.read(26)[18:], "little")
             )
+        shares = megatrons.parse_and_normalize_split(split)
+        edges = [round(sum(shares[:end]) * count) for end in range(4)]
+        parts = zip(("train", "validation", "test"), shares, pairwise(edges), strict=True)
+        for name, share, (begin, end) in parts:
+            if share and begin == end:
+                return (
+                    f"--split {split} leaves {name} none of the {count} documents of --data-path "
+                    f"{path}: give --split 100,0,0 and --eval-iters 0, or more documents"
+                )
     return None
 
 
