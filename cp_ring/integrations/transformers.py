@@ -393,8 +393,7 @@ def _attend(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Run ring attention for transformers: query [b, h, n / cp, d], key [b, g, n / cp, d] and value
-    [b, g, n / cp, e] give [b, n / cp, h, e]. `attention_mask` is what `_no_mask` has
-    returned.
+    [b, g, n / cp, e] give [b, n / cp, h, e]. `attention_mask` is what `_no_mask` returned.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     offsets, transport = named.get(OFFSETS), transport_for(group, q.device)
