@@ -71,9 +71,9 @@ def plan_command(
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ROUTES)}. Default: direct.")
     ] = None,
     head_parallel: Annotated[
-        int | None, _number("Ranks that exchange tokens for heads. Default: 1.")
+        int | None, _number("Ranks that exchange tokens for heads. Default: 1, or a JOB's.")
     ] = None,
-    ranks_per_node: Annotated[int, _number("GPUs of a node, of a JOB's tensor-parallel too.")] = 8,
+    ranks_per_node: Annotated[int, _number("Ranks of a node, tensor-parallel ones too.")] = 8,
     heads: Annotated[int | None, _number("Query heads. Default: 32.")] = None,
     kv_heads: Annotated[int | None, _number("Key/value heads. Default: 8.")] = None,
     head_dim: Annotated[int | None, _number("Size of a head. Default: 128.")] = None,

@@ -198,3 +198,7 @@ def test_each_job_of_a_process_chooses_its_own_codec(applied, monkeypatch):
     assert first.cp_ring_wire == settings.current().wire == "latent"
     second = accept_complete(parse(""))
     assert second.cp_ring_wire == settings.current().wire == "plain"
+    second.cp_ring_recurrent = "states"  # for layers of a checkpoint
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", second)
+    parse("--use-checkpoint-args")
+    assert settings.current().recurrent == "states"
