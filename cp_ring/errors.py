@@ -69,8 +69,9 @@ def expect(what: str, value: Any, *kinds: type[Any]) -> Any:
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return value
     wanted = " or ".join(_WORDS.get(kind, f"a {kind.__name__}") for kind in kinds)
-    plain = isinstance(value, str | Real | None)
-    shown = f"={value!r}" if plain else f" is of type {type(value).__name__}"
+    name = type(value).__name__
+    plain = isinstance(value, str | Real | None) or name == "bool"  # numpy's
+    shown = f"={value!r}" if plain else f" is of type {name}"
     raise ConfigError(f"{what}{shown}: it must be {wanted}")
 
 

@@ -5,6 +5,7 @@ group exists.
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,10 +20,11 @@ def _add_arguments(add: Function, parser: argparse.ArgumentParser) -> argparse.A
 
 
 def _parse_and_check(parse: Function, *args: Any, **kwargs: Any) -> argparse.Namespace:
-    from cp_ring.megatron.flags.resolve import accept
+    from cp_ring.megatron.flags.resolve import accept, reject_file
     from cp_ring.megatron.rejection import rejecting
 
     with rejecting():
+        reject_file(sys.argv[1:])
         parsed = parse(*args, **kwargs)
     return accept(parsed)
 

@@ -136,6 +136,7 @@ LINES = {
     **{f"{name} and mask are both given": {"mask": Mask.causal(16), name: BESIDE_A_PLAN[name]}
        for name in ("causal", "window_size", "cu_seqlens")},
     "schedule=3: it must be a name or a list": {"schedule": 3},
+    "causal=np.True_: it must be True or False": {"causal": np.True_},
     "schedule is of type ndarray: it must be a name or": {"schedule": np.array([0, 0])},
     "the sequence has 18 tokens, of which rank 0 of 1 holds 18, but q has 16":
         {"mask": Mask.causal(18)},

@@ -25,7 +25,7 @@ def examine(job, script, folder, fault="", seed=1, through=False):
     argv = job.argv()
     if "--sft" in argv:  # Megatron's rows have the conversations of a line
         argv = [word for word in argv if word != "--mock-data"]
-        argv += conversations.data(folder, most=40, each=4)
+        argv += [*conversations.data(folder, most=40, each=4), "--eval-iters", "0"]
     entry = {
         "name": job.name,
         "argv": argv,

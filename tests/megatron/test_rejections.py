@@ -343,6 +343,14 @@ def test_graphs_without_cuda(parse, capsys):
     assert line.endswith("graph needs CUDA, and --cp-ring-cpu runs without it: leave it out")
 
 
+def test_a_file_that_replaces_the_flags(parse, capsys, tmp_path):
+    (line,) = rejections_of(parse, capsys, *BASE, f"--yaml-cfg={tmp_path}/job.yaml")
+    assert line.endswith(
+        "--yaml-cfg would replace all flags, those of cp_ring too: leave it out, and give its "
+        "values as flags"
+    )
+
+
 def test_an_empty_data_set(parse, capsys, tmp_path):
     for suffix in (".idx", ".bin"):
         (tmp_path / f"corpus{suffix}").touch()

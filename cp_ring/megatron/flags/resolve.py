@@ -82,6 +82,16 @@ def accept(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def reject_file(argv: Sequence[str]) -> None:
+    """Raise `ConfigError` for a command line with flags of cp_ring that Megatron will drop."""
+    names = {word.partition("=")[0] for word in argv}
+    if "--yaml-cfg" in names and any(name.startswith("--cp-ring") for name in names):
+        raise ConfigError(
+            "--yaml-cfg would replace all flags, those of cp_ring too: leave it out, and give its "
+            "values as flags"
+        )
+
+
 def accept_complete(args: argparse.Namespace) -> argparse.Namespace:
     """Put cp_ring's settings in force again, now that Megatron has validated and completed `args`,
     with the codec of keys on the wire, which is chosen here unless a flag names one.
