@@ -31,6 +31,7 @@ _OF_SCRIPT = (
     "--use-varlen-dataset",
     "--varlen-",
     "--sft-mock-",
+    "--inprocess-",
 )
 """How flags begin that Megatron's `pretrain_gpt.py` reads and this module does not."""
 

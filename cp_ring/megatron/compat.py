@@ -159,13 +159,16 @@ def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> 
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments
 
-    from cp_ring.megatron import gpt_model
+    from cp_ring.megatron import gpt, gpt_model
 
     wanted: dict[str, Any] = {
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
+        "get_embedding_ranks": gpt.embedding_ranks,
     }
-    args = arguments.parse_and_validate_args()
+    named = any(word.partition("=")[0] == "--tokenizer-type" for word in sys.argv)
+    defaults = {} if named else {"tokenizer_type": "GPT2BPETokenizer"}  # as Megatron's script
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
     described = []
     if hasattr(argument_utils, "gpt_config_from_args"):
         described = [gpt_model.described(args)]

@@ -17,8 +17,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
@@ -107,10 +109,27 @@ def _tensors_of_stage(vp_stage: int | None) -> dict[str, torch.dtype]:
     """Return the tensors of a microbatch that a pipeline stage needs, and their types. Each stage
     makes the rotary embeddings of positions with sections (mrope) itself.
     """
-    if is_first_or_last_pipeline_stage(vp_stage):
+    args = get_args()
+    if is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(args, vp_stage):
         return _TENSORS
-    mrope = get_args().position_embedding_type == "mrope"
+    mrope = args.position_embedding_type == "mrope"
     return {"position_ids": torch.int64} if mrope else {}
+
+
+def _predicts_further(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    """Return True for a stage with layers of multi-token prediction; --pipeline-model-parallel-layout
+    may put them before the last one.
+    """
+    if not (args.mtp_num_layers and args.pipeline_model_parallel_layout):
+        return False
+    config = core_transformer_config_from_args(args)
+    found: bool = mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+    return found
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:
@@ -256,11 +275,27 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     return GPTDatasetConfig(**known_arguments(GPTDatasetConfig, wanted))
 
 
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """Return which ranks of a pipeline hold the word embedding: also those that predict further
+    tokens.
+    """
+    args = get_args()
+    ranks = {pp_ranks[0], *get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args))}
+    if not args.untie_embeddings_and_output_weights:
+        ranks.add(pp_ranks[-1])
+    return sorted(ranks)
+
+
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """Return the training, validation and test data sets from --data-path (or similar flags) or
     --mock-data; with --sft they hold conversations.
     """
     args = get_args()
+    if args.dataloader_type == "external":
+        raise ConfigError(
+            "--dataloader-type external needs the loaders of a script of your own: give single or "
+            "cyclic"
+        )
     kind: type = MockGPTDataset if args.mock_data else GPTDataset
     if args.sft:
         from cp_ring.megatron.data.sft import PackedConversations
@@ -276,7 +311,9 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
         kind, num_samples, built_here, dataset_config(args)
     ).build()
     if built_here() and made[1] is None and (args.eval_iters or args.full_validation):
-        raise ConfigError(f"--split {args.split} leaves no validation data: give --eval-iters 0")
+        what = f"--split {args.split} leaves" if args.split else "--train-data-path alone gives"
+        advice = "leave out --full-validation" if args.full_validation else "give --eval-iters 0"
+        raise ConfigError(f"{what} no validation data: {advice}")
     return made
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cp_ring.errors import ConfigError
+from cp_ring.megatron.adapter.compat import arguments
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.rejection import rejecting
 from cp_ring.megatron.wrapping import Function
@@ -43,6 +44,9 @@ def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
         if running:
             dist.broadcast_object_list(found)
         iteration, passed_over = found
+        if iteration is None and _stands_beside_others(Path(tracker).parent):
+            note(f"passing over {passed_over}")
+            return -1, False
         if iteration is None:
             raise ConfigError(
                 f"--load {Path(tracker).parent}: no checkpoint in it is whole ({passed_over}): "
@@ -51,6 +55,16 @@ def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
         if passed_over:
             note(f"passing over {passed_over}: resuming from iteration {iteration}")
     return iteration, False
+
+
+def _stands_beside_others(folder: Path) -> bool:
+    """Return True for the folder of --non-persistent-ckpt-type global: if there is no checkpoint in
+    it, Megatron takes those of --load.
+    """
+    args = arguments()
+    if getattr(args, "non_persistent_ckpt_type", None) != "global":
+        return False
+    return folder == Path(args.non_persistent_global_ckpt_dir or Path(args.load, "non_persistent"))
 
 
 def find(folder: Path) -> tuple[int | None, str]:
@@ -62,9 +76,9 @@ def find(folder: Path) -> tuple[int | None, str]:
     """
     word = _word(folder / TRACKER)
     latest = int(word) if re.fullmatch(r"[0-9]{1,18}", word) else None
-    there = sorted(
-        (int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*[0-9]")), reverse=True
-    )
+    # not the copies that users keep, such as iter_0000100_best
+    names = (re.fullmatch(r"iter_([0-9]{7,18})", path.name) for path in folder.glob("iter_*"))
+    there = sorted((int(name[1]) for name in names if name), reverse=True)
     problem = "" if latest is not None else f"the tracker {TRACKER}, which names no iteration"
     if latest is not None and not there:
         return latest, ""  # all that a job with --freeze-all-layers writes

@@ -18,7 +18,8 @@ FILE = "CP_RING_PROGRESS"
 def told() -> Iterator[None]:
     """Write the steps done and the steps asked for to the file, at the end of the block, on rank 0.
 
-    Megatron's training also ends by `sys.exit`. A job that does not train has done its steps.
+    Megatron's training also ends by `sys.exit`. A job that does not train has done its steps, and
+    Megatron counts no step that it skips (--iterations-to-skip).
     """
     try:
         yield
@@ -30,6 +31,10 @@ def told() -> Iterator[None]:
             done = getattr(args, "iteration", 0) + compat.steps_done()
             if hasattr(args, "curr_iteration") and not getattr(error, "code", error):
                 done += 1  # that of the last step counts from 0
+                while done + 1 in getattr(args, "iterations_to_skip", ()):
+                    done += 1
+            trains = not args.skip_train and getattr(args, "cp_ring_certify", "") != "only"
+            target = (trains and args.train_iters) or done
             part = Path(f"{path}.part")  # no reader sees a half of it
-            part.write_text(f"{done} {done if args.skip_train else args.train_iters}\n")
+            part.write_text(f"{min(done, target)} {target}\n")
             part.replace(path)

@@ -253,10 +253,11 @@ def _json_lines(file: Path) -> Iterator[str]:
                 continue
             try:
                 text: str = json.loads(line)["text"]
+                text.encode()  # a lone surrogate has no bytes
                 if text.strip():
                     yield text
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ConfigError(
                     f'data.path {file}: line {number} is not a JSON object with a "text" key whose '
-                    "value is a string"
+                    "value is a string of Unicode text"
                 ) from None

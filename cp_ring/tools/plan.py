@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -134,8 +135,9 @@ def plan_command(
     if draw:
         from cp_ring.tools.draw import draw as draw_plan
 
-        draw_plan(made, draw, assumed)
-        typer.echo(f"wrote {draw}", err=as_json)
+        path = draw if Path(draw).suffix else f"{draw}.png"
+        draw_plan(made, path, assumed)
+        typer.echo(f"wrote {path}", err=as_json)
 
 
 @dataclass(frozen=True)

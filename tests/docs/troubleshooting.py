@@ -54,6 +54,7 @@ EXAMPLES = {
 --cp-ring-mask-kinds images --cp-ring-document-mask
 --cp-ring-mask-kinds images --dataloader-inter-document-masking
 --sft --dataloader-inter-document-masking
+--context-parallel-size 2 --dataloader-inter-document-masking --iterations-to-skip 2
 --reset-attention-mask
 --overlap-moe-expert-parallel-comm --cp-ring-document-mask
 --context-parallel-size 2 --micro-batch-size 2 --dataloader-inter-document-masking --moe-router-load-balancing-type seq_aux_loss
@@ -74,6 +75,7 @@ EXAMPLES = {
 --spec no.such.module layers
 --cp-ring-document-mask --sft
 --save /proc/x
+--yaml-cfg job.yaml
 --data-path /nowhere/corpus
 --sft --data-path talks.jsonl --split 969,30,1
 """,
@@ -124,6 +126,7 @@ def line_of(flags, parser=None):
     vars(args).update(later)
     options = Options.from_args(args)
     try:
+        resolve.reject_file([*line, *words])
         graphs = {name: vars(args)[name] for name in GRAPHS}  # as on a GPU
         vars(args).update(dict.fromkeys(GRAPHS))
         resolve.run_on_cpu(args, [word for word in words if word != "--cuda-graph-impl"])

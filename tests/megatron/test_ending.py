@@ -53,6 +53,22 @@ def test_the_steps_of_a_job_that_has_nothing_left_to_do(args, tmp_path):
     assert (tmp_path / "progress").read_text() == "40 40\n"
 
 
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"cp_ring_certify": "only", "train_iters": None}, "46 46\n"),
+        ({"iterations_to_skip": [47, 48]}, "48 50\n"),
+        ({"iterations_to_skip": [47, 48, 49, 50, 51]}, "50 50\n"),
+        ({"curr_iteration": 50}, "50 50\n"),  # a job that was done before
+    ],
+)
+def test_steps_that_megatron_does_not_count(args, tmp_path, given, text):
+    vars(args).update(given)
+    with progress.told():
+        pass
+    assert (tmp_path / "progress").read_text() == text
+
+
 def test_other_ranks_and_other_jobs_tell_nothing(args, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with progress.told():

@@ -96,9 +96,36 @@ def test_the_list_of_flags_is_that_of_checkouts(megatron_lm):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("iters, line", [("1", "leaves no validation data"), ("0", "")])
-def test_validation_needs_data(tmp_path, iters, line):
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (
+            "--split 100,0,0 --eval-iters 1 --data-path",
+            "--split 100,0,0 leaves no validation data: give --eval-iters 0",
+        ),
+        ("--split 100,0,0 --eval-iters 0 --data-path", ""),
+        (
+            "--eval-iters 1 --train-data-path",
+            "--train-data-path alone gives no validation data: give --eval-iters 0",
+        ),
+        (
+            "--split 100,0,0 --full-validation --data-path",
+            "--split 100,0,0 leaves no validation data: leave out --full-validation",
+        ),
+        ("--dataloader-type external --data-path", "a script of your own: give single or cyclic"),
+    ],
+)
+def test_validation_needs_data(tmp_path, given, line):
     data = documents.write(str(tmp_path / "docs"), documents=40)
-    flags = f"--train-iters 2 --cp-ring-cpu --split 100,0,0 --data-path {data} --eval-iters {iters}"
+    flags = f"--train-iters 2 --cp-ring-cpu {given} {data}"
     done = attempt(1, "job", flags.split(), tmp_path, [x for x in TINY if x != "--mock-data"])
     assert line in done.rejected and len(done.losses) == (0 if line else 2), done
+
+
+@pytest.mark.ci
+def test_further_predictions_on_a_stage_of_their_own(tmp_path):
+    flags = "--cp-ring-cpu --train-iters 3 --pipeline-model-parallel-size 2 --mtp-num-layers 1"
+    layout = "--pipeline-model-parallel-layout", "Et|t|m|L"
+    done = attempt(2, "job", [*flags.split(), *layout], tmp_path)
+    # those of Megatron's own script
+    assert done.losses == pytest.approx([5.561675, 5.437706, 5.322669], rel=1e-4), done

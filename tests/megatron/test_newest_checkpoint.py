@@ -1,5 +1,6 @@
 """Jobs resume from the newest whole checkpoint, and a line tells what is passed over."""
 
+import argparse
 import json
 import pickle
 import random
@@ -10,6 +11,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from cp_ring.megatron import newest_checkpoint
 from cp_ring.megatron.newest_checkpoint import TRACKER, find, newest_whole
 from tests.megatron import kills
 from tests.megatron.launch import attempt, trace, train
@@ -115,6 +117,30 @@ def test_where_none_is_whole_the_job_ends_in_one_line(saves, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"cp_ring: error: --load {saves}: no checkpoint in it is whole (")
     assert "__0_0.distcp holds 1 of 100 bytes" in line
+
+
+@pytest.mark.parametrize("name", ["iter_0000060_v1", "iter_0000060_2", "iter_60", "iter_best_1"])
+def test_a_copy_that_somebody_keeps_is_no_checkpoint_of_the_job(saves, capsys, name):
+    write_checkpoint(saves / name)
+    assert read(saves) == (60, False)
+    (saves / TRACKER).write_text("")
+    assert read(saves) == (60, False) and "iteration 60" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", [None, "elsewhere"])
+def test_without_a_whole_one_beside_megatron_takes_that_of_load(saves, capsys, monkeypatch, own):
+    beside = saves / (own or "non_persistent")
+    write_checkpoint(beside / "iter_0000070", size=10)
+    (beside / TRACKER).write_text("70")
+    args = argparse.Namespace(
+        non_persistent_ckpt_type="global",
+        non_persistent_global_ckpt_dir=own and str(beside),
+        load=str(saves),
+    )
+    monkeypatch.setattr(newest_checkpoint, "arguments", lambda: args)
+    assert read(beside) == (-1, False) and read(saves) == (60, False)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("cp_ring: passing over the checkpoint of iteration 70 (")
 
 
 RERUN = 16  # the exit code with which Megatron's rerun machine asks for another start

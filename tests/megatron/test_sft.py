@@ -3,6 +3,7 @@ padding.
 """
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -124,6 +125,20 @@ def test_tokens_are_kept_and_samples_repeat(files, monkeypatch):
     assert len(again) == 1000 and isinstance(again._tokens.tokens, np.memmap)
     for index in (0, 3):
         assert same_bits(rows[index].values(), again[index + rows.packing.rows].values())
+
+
+@pytest.mark.parametrize("size", [0, 200])
+def test_kept_tokens_that_are_cut_short_are_made_again(files, monkeypatch, size):
+    configure(cut_long=True)
+    rows = make(files, num_samples=1000)
+    kept = files[0] / "cache" / rows._identity()
+    whole = (kept / "tokens.npy").read_bytes()
+    os.truncate(kept / "tokens.npy", size)
+    make(files, num_samples=1000)
+    assert (kept / "tokens.npy").read_bytes() == whole
+    assert not [*kept.parent.glob(".tokens-*")]
+    monkeypatch.setattr("cp_ring.megatron.data.sft.Tokens.make", None)
+    make(files, num_samples=7)  # any number of samples has the same tokens
 
 
 TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] %}\

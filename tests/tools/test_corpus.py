@@ -152,6 +152,7 @@ def lines_of(text):
         (lines_of(b'{"text": "x"}\n{"text"'), "line 2 is not a JSON object"),
         (lines_of(b'{"text": "\xff"}'), "line 1 is not a JSON object"),
         (lines_of(b'{"text": 3}'), 'with a "text" key whose value is a string'),
+        (lines_of(rb'{"text": "\ud800"}'), "value is a string of Unicode text"),
         (lines_of(b"[" * 100000), "line 1 is not a JSON object"),
     ],
 )

@@ -211,6 +211,11 @@ def test_picture(tmp_path, cp):
     assert ("rank 0" in text) == (cp <= draw.MAX_LEGEND)
 
 
+def test_a_picture_without_an_ending_is_png(tmp_path):
+    line = invoke(f"--seq-length 4000 --cp 4 --draw {tmp_path / 'plan'}").splitlines()[-1]
+    assert line == f"wrote {tmp_path / 'plan.png'}" and (tmp_path / "plan.png").exists()
+
+
 def test_recurrent_layers_tell_the_bytes_of_heads_and_of_states():
     words = ["plan", "qwen3-next-style", "--set", "megatron.seq_length=131072"]
     facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -144,20 +145,24 @@ class Tokens(NamedTuple):
 
     @classmethod
     def kept(cls, path: Path, make: Callable[[], Tokens]) -> Tokens:
-        """Return the tokens in the file, mapped into memory. If there is no file, call `make` and
-        write its result there, if the folder allows it.
+        """Return the tokens in the folder, mapped into memory. If they are not there, or are cut
+        short, call `make` and write its result there, if the file system allows it.
         """
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, EOFError):
             return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in cls._fields))
+        shutil.rmtree(path, ignore_errors=True)
         tokens = make()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             work = Path(tempfile.mkdtemp(prefix=".tokens-", dir=path.parent))
-            for name, array in tokens._asdict().items():
-                np.save(work / f"{name}.npy", array)
-            work.chmod(0o755)
-            # fails if another process was faster; its tokens are the same
-            os.rename(work, path)
+            try:
+                for name, array in tokens._asdict().items():
+                    np.save(work / f"{name}.npy", array)
+                work.chmod(0o755)
+                # fails if another process was faster; its tokens are the same
+                os.rename(work, path)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
         return tokens
 
 
@@ -243,9 +248,10 @@ class PackedConversations(MegatronDataset):
 
     def _identity(self) -> str:
         stat = os.stat(self.dataset.path)
+        made_of = {**self.unique_identifiers, "num_samples": None}  # the tokens are all there
         about = (
             FORMAT,
-            self.unique_description,
+            json.dumps(made_of, default=lambda part: part.unique_identifiers),
             os.path.abspath(self.dataset.path),
             stat.st_size,
             stat.st_mtime_ns,

@@ -71,6 +71,18 @@ def two_microbatches(args: Asked, options: Options) -> str | None:
     return None
 
 
+def skipped_steps(args: Asked, options: Options) -> str | None:
+    """Reject packed batches of steps that Megatron skips: it splits each of their documents."""
+    flag = "--dataloader-inter-document-masking"
+    skips = args.iterations_to_skip and args.dataloader_inter_document_masking and args.cp > 1
+    if skips and not options.named_layout.weighs:
+        return (
+            f"--iterations-to-skip with {flag}: Megatron splits each document of a skipped step, "
+            "which must then divide by twice the ranks: give --cp-ring-layout balanced"
+        )
+    return None
+
+
 def rows_of_experts(args: Asked, options: Options) -> str | None:
     """Reject several batch rows with experts: a rank holds parts of all rows, and Megatron treats
     them as whole rows.
@@ -103,4 +115,6 @@ def recurrent_layers(args: Asked, options: Options) -> str | None:
     return rejection(args, options)
 
 
-DOCUMENTS: tuple[Check, ...] = (one_mask, two_microbatches, rows_of_experts, recurrent_layers)
+DOCUMENTS: tuple[Check, ...] = (
+    one_mask, two_microbatches, skipped_steps, rows_of_experts, recurrent_layers,
+)  # fmt: skip

@@ -129,9 +129,11 @@ def splits(args: Asked, options: Options) -> str | None:
     """Reject a --split that leaves validation or test nothing of the data: Megatron waits for ever,
     or with --sft divides by zero after training. Rows that cp_ring packs may be without.
     """
-    packs = args.sft and (options.document_mask or splits_packed(args, options))
+    paths = [*_files(args.data_path, args)]
+    # each part of a blend needs some
+    packs = len(paths) == 1 and args.sft and (options.document_mask or splits_packed(args, options))
     split = args.split or "969, 30, 1"
-    for path in () if packs or data_files(args, options) else _files(args.data_path, args):
+    for path in () if packs or data_files(args, options) else paths:
         from megatron.core.datasets import blended_megatron_dataset_config as megatrons
 
         with open(path if args.sft else f"{path}.idx", "rb") as file:
