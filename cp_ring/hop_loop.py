@@ -25,7 +25,7 @@ from cp_ring.kernels.queries import Queries
 from cp_ring.kernels.work import Work, work_of
 from cp_ring.observe.spans import span
 from cp_ring.observe.watchdog import WATCH, Place
-from cp_ring.ops.dtypes import on_device, sum_dtype, without_autocast
+from cp_ring.ops.dtypes import on_device, sum_dtype, waited, without_autocast
 from cp_ring.ops.once import once_differentiable
 from cp_ring.ops.totals import Merge, Sum
 from cp_ring.plan.message_order import message_order
@@ -117,8 +117,8 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         WATCH.place, WATCH.backward = call.place, False
         # Once a call: some kernels copy a strided q, which every hop would repeat.
-        q = q.contiguous()
-        k, v = [x.contiguous() for x in call.of_keys(k, v)]
+        q = waited(q).contiguous()
+        k, v = [x.contiguous() for x in call.of_keys(waited(k), waited(v))]
         if taken is None:
             with determinism(call.ring.exact), without_autocast(q.device), on_device(q):
                 # A sink changes out once more, so out is not rounded before.
@@ -126,8 +126,7 @@ class RingAttention(torch.autograd.Function):
                 (queries,) = call.of_queries(q)
                 out, lse = _run_forward(call, queries, k, v, inputs, dtype)
                 if sink is not None:
-                    lse = _add_sink(out, lse, sink)
-                    out = out.to(q.dtype)
+                    out, lse = _add_sink(out, lse, sink, q.dtype)
             # Callers may change the result in place, which autograd forbids for views.
             (out,) = call.of_queries(out)
             out = out.data
@@ -146,7 +145,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, sink, out, lse, *inputs = ctx.saved_tensors
         call = ctx.call
         # Other ranks wait for this rank's messages even if nothing depends on its out.
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        dout = torch.zeros_like(out) if dout is None else waited(dout).contiguous()
         q, out, dout = call.of_queries(q, out, dout)
         # dlse of queries that see no key may be NaN, and does not count.
         dlse = None if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
@@ -218,13 +217,16 @@ def _run_backward(
     return *total.finish(), *grads.finish()
 
 
-def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Add exp(sink) to the denominators: scale out [b, s, h, e] in place, and return the new lse
-    [b, h, s].
+def _add_sink(
+    out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return out [b, s, h, e] in `dtype` and lse [b, h, s] with exp(sink) added to the
+    denominators. `out` stays, because a selective checkpoint may keep it as a kernel's own.
     """
     with_sink = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    out *= _weight(lse, with_sink).transpose(1, 2)[..., None]
-    return with_sink
+    scaled = torch.empty_like(out, dtype=dtype)
+    torch.mul(out, _weight(lse, with_sink).transpose(1, 2)[..., None], out=scaled)
+    return scaled, with_sink
 
 
 def _sink_gradient(dout: Tensor, merged: Merged, sink: Tensor) -> Tensor:

@@ -221,6 +221,7 @@ def _agree(
 
 
 @RUNTIME.cache(maxsize=16)
+@torch.inference_mode(False)  # backward of a later call saves it
 def _other_document(layout: Layout, rank: int, shift: int, edges: bytes, pinned: bool) -> Tensor:
     """Return a boolean for each token of a rank, on the host: True if the source of its rolled
     value is in another document. Documents begin at the int64 `edges`.

@@ -80,7 +80,13 @@ class Meetings:
             for key in (base, *keys):
                 store.delete_key(key)
             store.set(f"{base}/end", conclude(brought))
-        wait_for_ranks(store, [f"{base}/end"], base, self.rank, self.size, what)
+        try:
+            wait_for_ranks(store, [f"{base}/end"], base, self.rank, self.size, what)
+        except BaseException:  # this rank leaves, and may come again
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                if not store.check([f"{base}/end"]):
+                    store.add(base, -1)
+            raise
         conclusion: bytes = store.get(f"{base}/end")
         # All ranks are here, so none still reads the conclusion of the previous meeting.
         if self.rank == 0 and self._number:
@@ -149,6 +155,7 @@ class Agreement:
         self._history = hashlib.blake2b(digest_size=16)
         self._new = self.tag = 0
         self._calls = self._last = 0  # calls so far, and the one whose backward ran last
+        self._before = 0, 0  # these two before the latest event
         self._events = 0  # calls and backward calls so far
 
     def check(
@@ -164,19 +171,20 @@ class Agreement:
         Raises `PlanError` if two ranks that compare a call differ, on all ranks: the line names the
         facts and the values. If a rank does not come, it names that rank.
         """
-        self._calls += 1
+        self._before, self._calls = (self._calls, self._last), self._calls + 1
         self._compare(key, facts, every)
         return partial(self._check_backward, self._calls, min(every, 1))
 
     def _check_backward(self, call: int, every: int, place: object) -> None:
         # Both places: a wrong order may be made of steps that are known from other orders.
         places = self._calls - call, self._calls - self._last
-        self._last = call
+        self._before, self._last = (self._calls, self._last), call
         self._compare(("backward", places), lambda: [of_backward(call, places, place)], every)
 
     def _compare(self, key: Hashable, facts: Callable[[], Sequence[Fact]], every: int) -> None:
         self._latest, content = facts, self._known.get(key)
-        meet = debug.enabled()
+        before = self._history.copy(), self._new, self._events, self.tag
+        new, meet = content is None, debug.enabled()
         if content is None:
             self._new += 1
             meet = is_due(self._new, every)
@@ -190,7 +198,15 @@ class Agreement:
         self._events += 1
         self.tag = int.from_bytes(self._history.digest()[:3])
         if meet:
-            self._meet(facts())
+            try:
+                self._meet(facts())
+            except BaseException:
+                if self._events:  # a rank did not come, and knows nothing of this call
+                    if new:
+                        self._known.pop(key, None)
+                    self._history, self._new, self._events, self.tag = before
+                    self._calls, self._last = self._before
+                raise
 
     def _meet(self, facts: Sequence[Fact]) -> None:
         mine = self._events, self._history.hexdigest(), facts

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_ring.ops.dtypes import waited
 from cp_ring.ops.once import once_differentiable
 
 Landing = Callable[[], Sequence[Any]]
@@ -56,6 +57,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> Tensor:
         ctx.flight = flight
+        tensors = tuple(map(waited, tensors))
         flight.begin(flight.post(*tensors))
         return tensors[0].new_empty(0)
 
@@ -78,5 +80,6 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        gradients = tuple(map(waited, gradients))
         ctx.flight.begin(ctx.flight.post_back(*gradients))
         return None, gradients[0].new_zeros(0)

@@ -166,14 +166,17 @@ class GroupTransport:
         group, tag = self.group, self._agreement.tag if self._tags else 0
         batch.ranks = self.ranks
         count(batch)
+        works: list[dist.Work] = []
         with named(f"send {batch.kind}"):
             try:
-                return _Works(_started(group, receives, sends, tag), batch, self._agreement.explain)
+                _start(works, group, receives, sends, tag)
             except RuntimeError as error:
                 if not self.blocks:  # of memory, or of this rank's device
                     raise
                 # of a rank that has left
-                raise self._agreement.explain(error, dict(receives or sends)) from None
+                peer, _ = [*receives, *sends][len(works)]
+                raise self._agreement.explain(error, [peer]) from None
+        return _Works(works, batch, self._agreement.explain)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -184,20 +187,26 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return dict(pairs).get(device.type, "")
 
 
-def _started(
-    group: dist.ProcessGroup, receives: _Messages, sends: _Messages, tag: int
-) -> list[dist.Work]:
+def _start(
+    works: list[dist.Work],
+    group: dist.ProcessGroup,
+    receives: _Messages,
+    sends: _Messages,
+    tag: int,
+) -> None:
     """Start messages like `torch.distributed.batch_isend_irecv`, without its checks and objects for
-    each message, which cost the host more time than the messages do.
+    each message, which cost the host more time than the messages do. Appends to `works` the work of
+    each message, or that of all.
     """
     backend: Any = group._get_backend((receives or sends)[0][1].device)
     if backend.supports_coalescing:
         backend._start_coalescing()
-    works = [
-        *[backend.recv([part], peer, tag) for peer, part in receives],
-        *[backend.send([part], peer, tag) for peer, part in sends],
-    ]
-    return [backend._end_coalescing()] if backend.supports_coalescing else works
+    for peer, part in receives:
+        works.append(backend.recv([part], peer, tag))
+    for peer, part in sends:
+        works.append(backend.send([part], peer, tag))
+    if backend.supports_coalescing:
+        works[:] = [backend._end_coalescing()]
 
 
 @dataclass
@@ -211,15 +220,19 @@ class _Works:
         if not works:  # waited for by the other kind of messages that have left together
             return
         WATCH.begin(self.batch, works)
+        done = 0
         try:
             for work in works:
                 work.wait()
+                done += 1
         except BaseException as error:
             WATCH.give_up()
             if isinstance(error, RuntimeError):
-                raise self.explain(
-                    error, dict(messages(self.batch.receives or self.batch.sends))
-                ) from None
+                sides = self.batch.receives, self.batch.sends
+                peers = [peer for side in sides for peer, _ in messages(side)]
+                if len(works) == len(peers):  # on gloo; NCCL has one work for all
+                    peers = peers[done : done + 1]
+                raise self.explain(error, peers) from None
             raise
         WATCH.end()
         self.batch = MessageBatch((), ())

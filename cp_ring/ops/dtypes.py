@@ -40,6 +40,15 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(torch.get_autocast_dtype(device.type)) for x in tensors)
 
 
+def waited(x: Tensor) -> Tensor:
+    """Return x, and where it is the result of one of torch's functional collectives that may still
+    run (an `AsyncCollectiveTensor`, as of `RowwiseParallel`), the tensor inside, once it is there.
+    Messages read memory, which the outer tensor does not have.
+    """
+    wait = None if type(x) is Tensor else getattr(x, "trigger_wait", None)
+    return x if wait is None else wait()
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which tensors of `dtype` are summed: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

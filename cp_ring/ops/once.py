@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from cp_ring.errors import ConfigError
 
@@ -23,4 +24,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *gradients)
 
-    return once
+    disabled = _disable_dynamo(once)
+
+    def run(ctx: Any, *gradients: Any) -> Any:
+        # compiled autograd must not trace messages
+        return (disabled if torch.compiler.is_compiling() else once)(ctx, *gradients)
+
+    return run

@@ -36,6 +36,7 @@ class StatePassing:
     numbers: the piece of each token, int32 [T], if no rank needs a state of another piece.
     """
 
+    @torch.inference_mode(False)  # backward of a later call saves these tensors
     def __init__(self, pieces: Pieces, transport: Transport, device: torch.device):
         self._pieces, self._transport, self._device = pieces, transport, device
         self._held = held = np.flatnonzero(pieces.owner == transport.rank)
@@ -162,6 +163,7 @@ class _Halo:
     heads: their places in the shard.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, passing: StatePassing, width: int):
         halo = passing._pieces.halo(width)
         moves = halo.moves

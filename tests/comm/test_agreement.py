@@ -19,6 +19,7 @@ from cp_ring.errors import PlanError
 from cp_ring.megatron.wrapping import replaced
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.rank_plan import Fact
+from cp_ring.plan.records import Transfer
 from cp_ring.plan.sizes.device_rates import use
 from cp_ring.runtime import RUNTIME
 from cp_ring.testing.local_ring import LocalGroup, LocalRing
@@ -224,7 +225,8 @@ def that_cannot_start(_):
     NCCL, where such an error is one of memory or of the rank's own device.
     """
 
-    def closed(*_):
+    def closed(works, group, receives, sends, tag):
+        works += [None] * len(receives)  # the first that is sent fails
         raise RuntimeError("Connection closed by peer")
 
     x, group = torch.randn(1, N // CP, 2, 8), dist.new_group([0, 1])
@@ -234,7 +236,7 @@ def that_cannot_start(_):
     errors = []
     for blocks in (True, False):
         transport_for(group, x.device).blocks = blocks
-        with replaced((transport, "_started", closed)), pytest.raises(RuntimeError) as error:
+        with replaced((transport, "_start", closed)), pytest.raises(RuntimeError) as error:
             ring_attention(x, x, x, group)
         errors.append(str(error.value))
     dist.destroy_process_group(group)
@@ -427,6 +429,56 @@ def test_a_known_call_where_another_rank_makes_a_new_one_stops_both():
 
     first, second = map(str, together(case))
     assert first == second and "plan is a on rank 0 and b on rank 1" in first
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["new calls", "each call"])
+def test_a_rank_may_call_again_when_nobody_came(compared):
+    """Rank 1 comes first, gives up, and makes the same call again when rank 0 comes."""
+    alone = threading.Event()
+
+    def case(agreement, rank):
+        def call(name):
+            return agreement.check(name, lambda: [Fact.of("plan", name)])
+
+        for name in "aba" if compared else "a":
+            call(name)
+        if rank:
+            agreement._meetings._store.set_timeout(datetime.timedelta(milliseconds=50))
+            line = said(call, "a" if compared else "b")
+            assert "rank 1 of 2 made a call that is new to it (plan" in line
+            assert "rank 0 of the group made none within 0.05 s" in line
+            agreement._meetings._store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+            alone.set()
+        alone.wait()
+        call("a" if compared else "b")("")
+        call("c")("")
+        return agreement.tag, agreement._calls
+
+    with debugging() if compared else nullcontext():
+        first, second = together(case)
+    assert first == second
+
+
+def test_the_message_that_fails_names_its_rank():
+    class Work:
+        def __init__(self, error=None):
+            self.error = error
+
+        def wait(self):
+            if self.error:
+                raise self.error
+
+    x = torch.zeros(2)
+    batch = transport.MessageBatch(
+        [(Transfer(peer, ((0, 2),)), [x]) for peer in (3, 1)],
+        [(Transfer(peer, ((0, 1), (1, 2))), [x]) for peer in (1, 2)],
+    )
+    for failing, peers in ((0, [1]), (1, [1]), (3, [2]), (4, [3]), (5, [1])):
+        works = [Work(RuntimeError("closed") if i == failing else None) for i in range(6)]
+        told = transport._Works(works, batch, lambda error, named: PlanError(str([*named])))
+        assert said(told.wait) == str(peers)
+    told = transport._Works([Work(RuntimeError())], batch, lambda error, named: PlanError([*named]))
+    assert said(told.wait) == "[1, 1, 2, 2, 3, 1]"  # NCCL: all of the batch, by `explain` sorted
 
 
 def test_an_error_of_messages_names_the_rank_that_does_not_send(monkeypatch):
