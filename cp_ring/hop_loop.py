@@ -217,9 +217,7 @@ def _run_backward(
     return *total.finish(), *grads.finish()
 
 
-def _add_sink(
-    out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _add_sink(out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return out [b, s, h, e] in `dtype` and lse [b, h, s] with exp(sink) added to the
     denominators. `out` stays, because a selective checkpoint may keep it as a kernel's own.
     """

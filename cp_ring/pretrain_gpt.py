@@ -32,8 +32,9 @@ _OF_SCRIPT = (
     "--varlen-",
     "--sft-mock-",
     "--inprocess-",
+    "--enable-hyper-connections",
 )
-"""How flags begin that Megatron's `pretrain_gpt.py` reads and this module does not."""
+"""How flags begin that Megatron's `pretrain_gpt.py` reads, or its builders, and not this module."""
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
 
         gc.freeze()
         gc.enable()
-        compat.pretrain(gpt.datasets_provider, gpt.forward_step)
+        compat.pretrain(gpt.datasets_provider, gpt.forward_step, gpt.embedding_ranks)
 
 
 def _mask_documents(argv: list[str]) -> None:

@@ -149,22 +149,27 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def pretrain(datasets: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
+def pretrain(
+    datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    embedding_ranks: Callable[[list[int]], list[int]],
+) -> None:
     """Call Megatron's training loop for the model of the command line.
 
     datasets: returns the training, validation and test data sets.
     forward_step: runs one microbatch.
+    embedding_ranks: returns which ranks of a pipeline hold the word embedding.
     """
     import megatron.training as training
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments
 
-    from cp_ring.megatron import gpt, gpt_model
+    from cp_ring.megatron import gpt_model
 
     wanted: dict[str, Any] = {
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
-        "get_embedding_ranks": gpt.embedding_ranks,
+        "get_embedding_ranks": embedding_ranks,
     }
     named = any(word.partition("=")[0] == "--tokenizer-type" for word in sys.argv)
     defaults = {} if named else {"tokenizer_type": "GPT2BPETokenizer"}  # as Megatron's script

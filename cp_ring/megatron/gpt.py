@@ -117,8 +117,8 @@ def _tensors_of_stage(vp_stage: int | None) -> dict[str, torch.dtype]:
 
 
 def _predicts_further(args: argparse.Namespace, vp_stage: int | None) -> bool:
-    """Return True for a stage with layers of multi-token prediction; --pipeline-model-parallel-layout
-    may put them before the last one.
+    """Return True for a stage with layers of multi-token prediction, which the last one need not be
+    (--pipeline-model-parallel-layout).
     """
     if not (args.mtp_num_layers and args.pipeline_model_parallel_layout):
         return False

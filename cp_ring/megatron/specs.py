@@ -20,6 +20,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
+from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.adapter.attention import RingDotProductAttention
 from cp_ring.megatron.wrapping import replaced
 
@@ -135,11 +136,23 @@ class LayerOfFlags(ModuleSpec):
 
 
 def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
+    asked = Asked(args)
     frequency = args.moe_layer_freq
-    if args.num_experts and frequency != 1:
+    other = ["experimental_attention_variant", "heterogeneous_layers_config_path"]
+    if args.num_experts and {1} != {*(frequency if isinstance(frequency, list) else [frequency])}:
+        other.append("moe_layer_freq")
+    if provider is not _hybrid_local_stack and asked.first(*other):
         raise ConfigError(
-            f"--spec cp_ring.megatron.specs makes all layers alike: --moe-layer-freq {frequency} "
-            "needs --cp-ring"
+            "--spec cp_ring.megatron.specs makes layers of softmax attention, all alike: leave it "
+            f"out and give --cp-ring for {asked.first(*other)}"
+        )
+    # what the class alone does not reach
+    other = ["dataloader_inter_document_masking"]
+    if asked.transformer_impl == "local":
+        other.append("mtp_num_layers")
+    if asked.cp > 1 and not asked.cp_ring and asked.first(*other):
+        raise ConfigError(
+            f"--spec cp_ring.megatron.specs does not support {asked.first(*other)}: give --cp-ring"
         )
     return compat.known_arguments(provider, vars(args))
 

@@ -69,6 +69,7 @@ REAL_OF_EXPERTS = """
 --moe-router-dtype fp32; --moe-router-score-function sigmoid; --moe-router-topk-scaling-factor 2.5; --moe-router-pre-softmax
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3; --moe-ffn-hidden-size 64
 --moe-router-num-groups 4 --moe-router-group-topk 2; --moe-per-layer-logging
+--moe-router-load-balancing-type global_aux_loss
 """
 REAL_ALONE = (
     "--optimizer sgd; --qk-l2-norm; --use-tp-pp-dp-mapping; --expert-tensor-parallel-size 1"

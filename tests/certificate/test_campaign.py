@@ -16,6 +16,7 @@ from tests.certificate.jobs import (
     CONVERSATIONS,
     DOCUMENTED,
     FAULTY,
+    OF_EXPERTS,
     OSS,
     REAL,
     REAL_OF_EXPERTS,
@@ -120,6 +121,13 @@ def test_documents_whose_ends_the_data_set_names_too(tmp_path):
     """cp_ring's own forward step finds them by positions."""
     flags = f"{UNTIED} --num-layers 1 --dataloader-inter-document-masking"
     assert all(examine(Job("ends", 2, flags, ("documents merged",)), tmp_path, ""))
+
+
+@pytest.mark.ci
+def test_experts_that_are_balanced_over_all_data_parallel_ranks(tmp_path):
+    balancing = "--num-layers 1 --moe-router-load-balancing-type global_aux_loss"
+    job = Job("balanced", 4, f"{EXPERTS} {balancing} --context-parallel-size 2", OF_EXPERTS)
+    assert all(examine(job, tmp_path, ""))
 
 
 @pytest.mark.ci

@@ -346,8 +346,7 @@ def test_graphs_without_cuda(parse, capsys):
 def test_a_file_that_replaces_the_flags(parse, capsys, tmp_path):
     (line,) = rejections_of(parse, capsys, *BASE, f"--yaml-cfg={tmp_path}/job.yaml")
     assert line.endswith(
-        "--yaml-cfg would replace all flags, those of cp_ring too: leave it out, and give its "
-        "values as flags"
+        "--yaml-cfg replaces all flags, those of cp_ring too: give its values as flags"
     )
 
 

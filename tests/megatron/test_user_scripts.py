@@ -194,7 +194,30 @@ def test_a_specification_by_flags(monkeypatch):
     assert attention.submodules.q_layernorm is not IdentityOp
     assert issubclass(parts(multi_latent_attention=True)[0].module, MLASelfAttention)
     assert parts(num_experts=4)[1] is not MLP
-    with pytest.raises(
-        ConfigError, match=r"all layers alike: --moe-layer-freq \[0, 1\] needs --cp-ring"
+    assert parts(num_experts=4, moe_layer_freq=[1, 1])[1] is not MLP
+    alike = "makes layers of softmax attention, all alike: leave it out and give --cp-ring for"
+    alone = "does not support"
+    for values, line in (
+        ({"num_experts": 4, "moe_layer_freq": [0, 1]}, f"{alike} --moe-layer-freq"),
+        (
+            {"experimental_attention_variant": "dsa"},
+            f"{alike} --experimental-attention-variant",
+        ),
+        (
+            {"heterogeneous_layers_config_path": "x.json"},
+            f"{alike} --heterogeneous-layers-config-path",
+        ),
+        (
+            {"context_parallel_size": 2, "dataloader_inter_document_masking": True},
+            f"{alone} --dataloader-inter-document-masking: give --cp-ring",
+        ),
+        (
+            {"context_parallel_size": 2, "mtp_num_layers": 1, "transformer_impl": "local"},
+            f"{alone} --mtp-num-layers: give --cp-ring",
+        ),
     ):
-        parts(num_experts=4, moe_layer_freq=[0, 1])
+        with pytest.raises(ConfigError) as caught:
+            parts(**values)
+        assert str(caught.value).startswith("--spec cp_ring.megatron.specs ")
+        assert line in str(caught.value)
+    parts(context_parallel_size=2, mtp_num_layers=1, transformer_impl="local", cp_ring=True)

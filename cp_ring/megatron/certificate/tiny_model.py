@@ -324,6 +324,9 @@ def one_stage(alone: Any, whole: bool = False) -> dict[str, Any]:
         elif isinstance(value, dist.ProcessGroup):
             of_data = data if "DATA" in words and not whole else alone
             state[name] = tensor if "TENSOR" in words else of_data
+            if {"TENSOR", "DATA"} <= words and "EXPERT" not in words:
+                # global_aux_loss counts the tokens of all data-parallel ranks
+                state[name] = parallel_state.get_tensor_and_data_parallel_group()
         elif "RANKS" in words and "TENSOR" not in words:
             state[name] = [dist.get_rank()]
     return state

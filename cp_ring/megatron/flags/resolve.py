@@ -87,8 +87,7 @@ def reject_file(argv: Sequence[str]) -> None:
     names = {word.partition("=")[0] for word in argv}
     if "--yaml-cfg" in names and any(name.startswith("--cp-ring") for name in names):
         raise ConfigError(
-            "--yaml-cfg would replace all flags, those of cp_ring too: leave it out, and give its "
-            "values as flags"
+            "--yaml-cfg replaces all flags, those of cp_ring too: give its values as flags"
         )
 
 
