@@ -6,6 +6,7 @@ The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recu
 
 import argparse
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_states_restart_at_documents_and_padding_and_fork_at_branches():
     assert starts(DeclaredMask.of_rows(masks, 2)) == [
         [0, 3, 5, 9, 11, 12, 16, 20, 24], [-1, 2, 4, 2, -1, -1, -1, 19, 19]
     ]  # fmt: skip
+
+
+def test_an_evaluation_in_inference_mode_leaves_indices_for_training():
+    from cp_ring.megatron.adapter.recurrent import _tokens
+
+    group = mock.Mock(**{"size.return_value": 2, "rank.return_value": 0})
+    layer = mock.Mock(cp_ring_group=group, **{"pg_collection.cp": group})
+    x = torch.randn(4, 1, 3)
+    with torch.inference_mode():
+        before = _tokens(layer, x, None, 4)
+    assert not (before.by_rank.is_inference() or before.in_sequence.is_inference())
 
 
 SIZES = {"context_parallel_size": 8, "seq_length": 131_072, "bf16": True, "hidden_size": 2688}

@@ -79,6 +79,7 @@ class Tokens:
         return exchange._all_to_all_hp2cp(x, self.group)
 
 
+@torch.inference_mode(False)  # layers share them, and backward of a later call saves them
 def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
     """Return the tokens of x [s, b, d] for a layer with a convolution over `width` tokens: in the
     documents `packed` if given, else each batch row is one document, split by the layout in force.
