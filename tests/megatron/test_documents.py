@@ -155,7 +155,7 @@ def middle_stage(monkeypatch):
         monkeypatch.setattr(gpt.parallel_state, group, lambda: documents_module.ALONE)
     monkeypatch.setattr(gpt, "is_first_or_last_pipeline_stage", lambda vp_stage: False)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, **_: tensor)
-    arguments = SimpleNamespace()
+    arguments = SimpleNamespace(mtp_num_layers=None)
     monkeypatch.setattr(gpt, "get_args", lambda: arguments)
 
     def get_batch(data_iterator, positions, documents=False):
