@@ -285,13 +285,15 @@ UNDRAWN = {
         "--transformer-impl"
     ),
     "rejected": (
-        "--batch-invariant-mode --cuda-graph-impl --cuda-graph-modules --hybrid-context-parallel"
+        "--batch-invariant-mode --cuda-graph-impl --cuda-graph-modules --hybrid-context-parallel "
+        "--yaml-cfg"
     ),
     "read by scripts alone": "--fim-data",
     "of checkpoints, the end of a job or its certificate": (
         "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --load "
-        "--no-cp-ring-certify --save --save-retain-interval --use-checkpoint-args"
+        "--no-cp-ring-certify --save --use-checkpoint-args"
     ),
+    "of steps after the first": "--iterations-to-skip",
     "of files": "--data-cache-path --data-path --tokenizer-model",
 }
 """Flags of the documentation that no right job draws, by the reason."""
