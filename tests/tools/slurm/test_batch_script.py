@@ -192,6 +192,20 @@ def test_two_tries_without_a_new_checkpoint_are_the_end(machine):
     assert last.startswith("given up: ") and last.endswith("; 2 tries without a new checkpoint")
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_checkpoints_beside_those_of_save_are_new_ones(machine, tmp_path, own):
+    """Those of --non-persistent-ckpt-type global."""
+    beside = tmp_path / "beside" if own else machine.tracker.parent / "non_persistent"
+    tracker, flags = beside / machine.tracker.name, []
+    if own:
+        flags = ["--non-persistent-global-ckpt-dir", str(beside)]
+    for attempt in range(3):
+        words = machine.bash(f"mkdir -p {beside}; echo {attempt + 4} >{tracker}; exit 3")
+        code, last, _ = machine.run(*words, *flags, attempt=attempt)
+        assert code == 3 and last.startswith("requeued: failed; ")
+        assert last.endswith(f"iteration {attempt and attempt + 3}, now {attempt + 4}")
+
+
 def test_the_first_rank_that_failed_tells_the_code(machine):
     """srun ends with that of the ranks which it ended then."""
     code, last, output = machine.run(*machine.saves(10, 3), KILLS_OTHERS="1")
