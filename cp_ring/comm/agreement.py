@@ -63,6 +63,7 @@ class Meetings:
     def __init__(self, store: Any, rank: int, size: int, topic: str):
         self._store, self._base = store, f"{_KEY}{topic}/"
         self.rank, self.size, self._number = rank, size, 0
+        self._counted = -1  # the meeting to which this rank came last; it may come again
 
     def meet(self, mine: object, conclude: Callable[[dict[int, Any]], str], what: str) -> str:
         """Return the result of `conclude` for the ranks' contributions by rank. All ranks get the
@@ -74,19 +75,14 @@ class Meetings:
         """
         base, store = f"{self._base}{self._number}", self._store
         store.set(f"{base}/{self.rank}", json.dumps(mine))
-        if store.add(base, 1) == self.size:
+        again, self._counted = self._counted == self._number, self._number
+        if not again and store.add(base, 1) == self.size:
             keys = [f"{base}/{rank}" for rank in range(self.size)]
             brought = dict(enumerate(map(json.loads, store.multi_get(keys))))
             for key in (base, *keys):
                 store.delete_key(key)
             store.set(f"{base}/end", conclude(brought))
-        try:
-            wait_for_ranks(store, [f"{base}/end"], base, self.rank, self.size, what)
-        except BaseException:  # this rank leaves, and may come again
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                if not store.check([f"{base}/end"]):
-                    store.add(base, -1)
-            raise
+        wait_for_ranks(store, [f"{base}/end"], base, self.rank, self.size, what)
         conclusion: bytes = store.get(f"{base}/end")
         # All ranks are here, so none still reads the conclusion of the previous meeting.
         if self.rank == 0 and self._number:

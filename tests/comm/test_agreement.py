@@ -431,6 +431,28 @@ def test_a_known_call_where_another_rank_makes_a_new_one_stops_both():
     assert first == second and "plan is a on rank 0 and b on rank 1" in first
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_rank_that_gave_up_a_call_and_one_that_makes_another_stop(follows):
+    """The second does not wait, whether the first calls again or has ended."""
+    alone = threading.Event()
+
+    def case(agreement, rank):
+        agreement.check("a", lambda: [Fact.of("plan", "a")])
+        if rank:
+            agreement._meetings._store.set_timeout(datetime.timedelta(milliseconds=50))
+            assert said(agreement.check, "b", lambda: [Fact.of("plan", "b")])
+            agreement._meetings._store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+            alone.set()
+        alone.wait()
+        if rank and not follows:
+            return ""
+        name = "db"[rank]
+        return said(agreement.check, name, lambda: [Fact.of("plan", name)])
+
+    first, second = together(case)
+    assert "plan is d on rank 0 and b on rank 1" in first and second == (first if follows else "")
+
+
 @pytest.mark.parametrize("compared", [False, True], ids=["new calls", "each call"])
 def test_a_rank_may_call_again_when_nobody_came(compared):
     """Rank 1 comes first, gives up, and makes the same call again when rank 0 comes."""
