@@ -15,6 +15,7 @@ import torch
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
+from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import resolve
 from cp_ring.megatron.options import Options
@@ -34,6 +35,8 @@ class Program:
         seq_length: tokens of a batch row, 0 if unknown.
         micro_batch_size: batch rows of a microbatch.
         packed: True if microbatches hold packed documents (thd).
+        windows: those of the first model, by which rows of all models are split: a batch does not
+            say which model it is for.
         certified: the kinds of attention that were probed; see `_kind_of`.
         probing: True while the probes build models of their own.
         build: makes a model of a `TransformerConfig`; set by `certify`.
@@ -43,6 +46,7 @@ class Program:
     seq_length: int = 0
     micro_batch_size: int = 1
     packed: bool = False
+    windows: LayerWindows | None = None
     certified: set[tuple[str, ...]] = field(default_factory=set)
     probing: bool = False
     build: Callable[[Any], Any] | None = None
@@ -126,7 +130,9 @@ def accept_model(config: Any) -> argparse.Namespace:
     used = resolve.with_way(args, used)
     config.apply_rope_fusion = args.apply_rope_fusion
     resolve.note_loss(args, used)
-    settings.configure(used, windows=resolve.windows_of(args))
+    program = _began.value or Program()
+    program.windows = program.windows or resolve.windows_of(args)
+    settings.configure(used, windows=program.windows)
     return args
 
 
@@ -238,7 +244,12 @@ def _examine(args: argparse.Namespace, step: ForwardStep | None) -> Any:
     program = _began.value
     program.certified.add(_kind_of(args))
     # A program may build its model on the meta device, or without gradients.
-    with replaced((program, "probing", True)), torch.device(own_device()), torch.enable_grad():
+    with (
+        replaced((program, "probing", True)),
+        torch.device(own_device()),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         certificate = probes.run_probes(args, step=step)
         if not args.skip_train:
             first = probes.run_probes(args, step=step, items=[program.microbatch])

@@ -93,3 +93,60 @@ def test_what_cannot_run_ends_in_one_line(pool):
     )
     for found in pool.run(lines, 4):
         assert all(line.startswith(part) for part, line in zip(wanted, found, strict=True)), found
+
+
+def of_two_windows(_):
+    """On a rank of four, in pairs under the balanced layout: the losses of a model with a window,
+    and of one without, both at context parallel size 2 and at 1.
+    """
+    import cp_ring.megatron
+    from cp_ring.megatron.adapter.documents import ALONE
+
+    row = torch.randint(VOCAB, (1, N + 1), generator=torch.Generator().manual_seed(9))
+    whole = {"tokens": row[:, :-1], "labels": row[:, 1:], "position_ids": torch.arange(N)[None]}
+    found = []
+    with program(2, layout="balanced", seq_length=N):
+        from megatron.core import parallel_state
+
+        pair = parallel_state.get_context_parallel_group()
+        for cp, group in ((2, pair), (1, ALONE)):
+            models = [build(cp, "window"), build(cp)]  # the second one changes nothing of the first
+            for model in models:
+                part = cp_ring.megatron.split_batch(whole, group)
+                loss = model(part["tokens"], part["position_ids"], None, labels=part["labels"])
+                loss = loss.sum().detach()
+                if cp == 2:
+                    dist.all_reduce(loss, group=pair)
+                found.append(float(loss))
+    return found
+
+
+def test_models_with_windows_of_their_own_share_the_split_of_rows(pool):
+    for window, full, *alone in pool.run(of_two_windows, 4):
+        assert [window, full] == pytest.approx(alone, rel=1e-6) and window != full
+
+
+def beside_documents(_):
+    """On a rank of four: the same losses of a model at context parallel size 1 in a program whose
+    rows have documents, without and with them.
+    """
+    import cp_ring.megatron
+    from cp_ring.megatron.adapter.documents import ALONE
+
+    row = torch.randint(VOCAB, (1, N + 1), generator=torch.Generator().manual_seed(9))
+    places = torch.arange(N)[None]
+    whole = {"tokens": row[:, :-1], "labels": row[:, 1:], "position_ids": places}
+    with program(2, document_mask=True, seq_length=N):
+        teacher = build(1)
+        part = cp_ring.megatron.split_batch(whole, ALONE)
+        packed = part.get("packed_seq_params")
+        given = part["tokens"], part["position_ids"], None
+        return [
+            teacher(*given, labels=part["labels"], packed_seq_params=each).sum().detach()
+            for each in (None, packed)
+        ]
+
+
+def test_a_model_of_its_own_needs_no_documents(pool):
+    for without, given in pool.run(beside_documents, 4):
+        assert without == given

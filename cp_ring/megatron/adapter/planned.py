@@ -83,6 +83,9 @@ class PlannedAttention(MegatronModule):
         self.spec = self._spec_on(self.cp_group)
         self._specs = {self.cp_group: self.spec}  # other keys: groups of single microbatches
         mask = mask_of(attn_mask_type)
+        # an encoder, or a model of its own: its batches are not those that carry masks
+        group = compat.group_of(pg_collection, "cp")
+        self._own_tokens = cp == 1 and (mask == "no_mask" or group is ALONE or group.size() > 1)
         self.window = _window(config, layer_number, mask)
         LAYERS.add(LayerPlan(cp, self.cp_group.rank(), self.window, mask == "causal", self.spec))
 
@@ -113,7 +116,7 @@ class PlannedAttention(MegatronModule):
         group = group_of_microbatch(packed_seq_params, self.cp_group)
         cp, (tokens, batch) = group.size(), query.shape[:2]
         if packed_seq_params is None:
-            if lost := self.ring.expected:
+            if (lost := self.ring.expected) and not self._own_tokens:
                 raise ConfigError(
                     f"{lost}: layer {self.layer_number} got a microbatch without "
                     "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "

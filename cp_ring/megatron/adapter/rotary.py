@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import (
+    ALONE,
     DocumentParams,
     Documents,
     of_offsets,
@@ -70,7 +71,7 @@ def tokens_of(packed: Any, group: Any) -> Selected | None:
         return None
     if isinstance(packed, DocumentParams):
         return packed.documents.positions(group.rank()), packed.documents.places(group.rank())
-    if _selected.get() is not None:
+    if _selected.get() is not None or group is ALONE:  # a model of its own, without masks
         return None
     raise ConfigError(
         f"{ring.expected}: a microbatch came without its documents or its mask: give the model "
