@@ -59,5 +59,5 @@ def enable(
     check_version(core_alone=True)
     patches.apply_for(Asked(argparse.Namespace(program=True, packed=packed)), used)
     configure(used, whole_rows=False, row=seq_length)
-    program.begin(program.Program(seq_length, micro_batch_size, packed))
+    program.begin(program.Program(seq_length, micro_batch_size, packed, used.recurrent))
     return used

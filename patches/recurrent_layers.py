@@ -66,11 +66,8 @@ def _of_variant(specs: Function, config: Any, **kwargs: Any) -> list[Any]:
 
 
 def _needed(args: Asked, options: Options) -> bool:
-    """Return True if layers may be recurrent. A program may have any layers, with tokens in another
-    order or with documents.
-    """
-    moved = not options.named_layout.stock or options.document_mask or options.kinds or args.packed
-    return options.enabled and bool(letters_of(args) or (args.program and moved))
+    """Return True if layers may be recurrent. A program may have any layers."""
+    return options.enabled and bool(letters_of(args) or args.program)
 
 
 PATCH = Patch(

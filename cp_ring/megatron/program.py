@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Program:
         seq_length: tokens of a batch row, 0 if unknown.
         micro_batch_size: batch rows of a microbatch.
         packed: True if microbatches hold packed documents (thd).
+        recurrent: heads or states of recurrent layers, or `auto`, which each model settles anew.
         windows: those of the first model, by which rows of all models are split: a batch does not
             say which model it is for.
         certified: the kinds of attention that were probed; see `_kind_of`.
@@ -46,6 +47,7 @@ class Program:
     seq_length: int = 0
     micro_batch_size: int = 1
     packed: bool = False
+    recurrent: str = "auto"
     windows: LayerWindows | None = None
     certified: set[tuple[str, ...]] = field(default_factory=set)
     probing: bool = False
@@ -124,13 +126,15 @@ def accept_model(config: Any) -> argparse.Namespace:
     `--x-y` for the field `x_y` of the configuration.
     """
     args = arguments_of(config)
+    program = _began.value or Program()
     used = settings.current()
+    if not program.probing:
+        used = replace(used, recurrent=program.recurrent)
     check_settings(used, args.seq_length, args.context_parallel_size)
     resolve.check_attention(args, used)
     used = resolve.with_way(args, used)
     config.apply_rope_fusion = args.apply_rope_fusion
     resolve.note_loss(args, used)
-    program = _began.value or Program()
     program.windows = program.windows or resolve.windows_of(args)
     settings.configure(used, windows=program.windows)
     return args

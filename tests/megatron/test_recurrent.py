@@ -107,6 +107,35 @@ def test_an_evaluation_in_inference_mode_leaves_indices_for_training():
     assert not (before.by_rank.is_inference() or before.in_sequence.is_inference())
 
 
+def test_each_model_of_a_program_settles_its_way():
+    """`auto` takes states where heads do not divide; what a program gives holds for all models."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from cp_ring import patches
+    from cp_ring.megatron import program, settings
+    from cp_ring.megatron.adapter.asked import Asked
+    from cp_ring.megatron.options import Options
+
+    asked = Asked(argparse.Namespace(program=True))
+    assert patches.get("recurrent_layers").needed(asked, Options(enabled=True))
+    before = settings.current()
+    try:
+        for given, ways in (("auto", ("heads", "M", "heads")), ("states", ("states",) * 3)):
+            settings.configure(Options(enabled=True, recurrent=given))
+            program.begin(program.Program(64, recurrent=given))
+            for way, (groups, heads) in zip(ways, ((4, 8), (1, 3), (4, 8)), strict=True):
+                config = TransformerConfig(
+                    num_layers=2, hidden_size=32, num_attention_heads=4, context_parallel_size=2,
+                    is_hybrid_model=True, mamba_head_dim=8, mamba_state_dim=8, attention_dropout=0.0,
+                    mamba_num_groups=groups, mamba_num_heads=heads, use_cpu_initialization=True,
+                )  # fmt: skip
+                program.accept_model(config)
+                assert settings.current().recurrent == way
+    finally:
+        settings.configure(before)
+        program.begin(None)
+
+
 SIZES = {"context_parallel_size": 8, "seq_length": 131_072, "bf16": True, "hidden_size": 2688}
 QWEN_NEXT = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
 NANO = {"hybrid_layer_pattern": "M*-", "mamba_num_heads": 64, "mamba_head_dim": 64}
