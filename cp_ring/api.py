@@ -5,15 +5,12 @@ and keeps both for later calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import wraps
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from cp_ring.attention import AnyPlan, attention_of
 from cp_ring.comm.agreement import LIMIT
@@ -23,6 +20,7 @@ from cp_ring.cuts import check_cut
 from cp_ring.errors import ConfigError, PlanError, expect
 from cp_ring.inputs import AttentionOptions, Inputs
 from cp_ring.observe import watchdog
+from cp_ring.ops.graphs import out_of_graphs
 from cp_ring.options import CallSettings
 from cp_ring.plan.layout import Layout
 from cp_ring.plan.mask import Mask
@@ -30,20 +28,7 @@ from cp_ring.plan_cache import Offsets, PlanOptions
 from cp_ring.runtime import RUNTIME
 
 
-def _out_of_graphs[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Make a call in a compiled function break the graph. `torch.compiler.disable` would import the
-    compiler.
-    """
-    disabled = _disable_dynamo(function)
-
-    @wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **options)
-
-    return call
-
-
-@_out_of_graphs
+@out_of_graphs
 def ring_attention(
     q: Tensor,
     k: Tensor | LatentKeys,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from cp_ring.errors import ConfigError
+from cp_ring.ops.graphs import out_of_graphs
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,6 +16,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     a loss that need a second derivative vanish: a penalty on the gradient of q, say.
     """
 
+    @out_of_graphs
     def once(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise ConfigError(
@@ -24,10 +25,4 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *gradients)
 
-    disabled = _disable_dynamo(once)
-
-    def run(ctx: Any, *gradients: Any) -> Any:
-        # compiled autograd must not trace messages
-        return (disabled if torch.compiler.is_compiling() else once)(ctx, *gradients)
-
-    return run
+    return once

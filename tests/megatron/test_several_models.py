@@ -150,3 +150,22 @@ def beside_documents(_):
 def test_a_model_of_its_own_needs_no_documents(pool):
     for without, given in pool.run(beside_documents, 4):
         assert without == given
+
+
+def beside_masks(_):
+    """On a rank of four: the losses of a model at context parallel size 1, in a program whose
+    batches carry masks and in one of plain rows.
+    """
+    row = torch.randint(VOCAB, (1, N + 1), generator=torch.Generator().manual_seed(9))
+    found = []
+    for settings in ({"mask_kinds": "images"}, {}):
+        with program(2, seq_length=N, **settings):
+            teacher = build(1)
+            given = row[:, :-1], torch.arange(N)[None], None
+            found.append(teacher(*given, labels=row[:, 1:]).sum().detach())
+    return found
+
+
+def test_a_model_of_its_own_needs_no_mask(pool):
+    for beside, alone in pool.run(beside_masks, 4):
+        assert beside == alone

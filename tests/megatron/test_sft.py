@@ -141,6 +141,18 @@ def test_kept_tokens_that_are_cut_short_are_made_again(files, monkeypatch, size)
     make(files, num_samples=7)  # any number of samples has the same tokens
 
 
+def test_tokens_that_cannot_be_read_stay_for_other_jobs(files, monkeypatch):
+    def unreadable(*_, **__):
+        raise OSError("Stale file handle")
+
+    configure(cut_long=True)
+    kept = files[0] / "cache" / make(files)._identity()
+    before = sorted(kept.iterdir())
+    monkeypatch.setattr("cp_ring.megatron.data.sft.np.load", unreadable)
+    make(files)
+    assert sorted(kept.iterdir()) == before and before
+
+
 TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] %}\
 {{ message['content'] }}{% else %}{{ message['tool_calls'][0]['function']['name'] }}{% endif %}{% endfor %}"""
 CALL = [

@@ -148,9 +148,11 @@ class Tokens(NamedTuple):
         """Return the tokens in the folder, mapped into memory. If they are not there, or are cut
         short, call `make` and write its result there, if the file system allows it.
         """
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in cls._fields))
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            with contextlib.suppress(OSError):  # other jobs may read what this one cannot
+                return cls(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in cls._fields))
+        except (ValueError, EOFError):  # cut short
+            shutil.rmtree(path, ignore_errors=True)
         tokens = make()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
