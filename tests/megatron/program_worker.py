@@ -10,6 +10,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from cp_ring.megatron.wrapping import replaced
 from tests.megatron import worker
 
 
@@ -42,6 +43,10 @@ def main(folder):
     found |= packed_documents(example)
     model = example.build(config)
     found["whole rows"] = rejection(lambda: whole_rows(model))
+    cp_ring.megatron.enable(cpu=True, layout="balanced", seq_length=128, micro_batch_size=2)
+    found["other layout"] = rejection(lambda: example.forward_step(iter([batch]), model))
+    cp_ring.megatron.enable(cpu=True, seq_length=128, micro_batch_size=2)
+    example.forward_step(iter([batch]), model)
     parallel_state.destroy_model_parallel()
     found["cp 1"] = example.main(1)
     parallel_state.destroy_model_parallel()
@@ -59,7 +64,8 @@ def packed_documents(example):
 
     def build(config):
         initialized.append(config.perform_initialization and config.no_sync_func is None)
-        return example.build(config)
+        with replaced((example, "VOCAB", 48)):  # fewer tokens than the probes draw
+            return example.build(config)
 
     loads_weights = configuration(2, perform_initialization=False)
     loads_weights.no_sync_func = contextlib.nullcontext  # of a model that is there already

@@ -54,6 +54,9 @@ def test_a_training_loop_of_its_own_trains_as_without_context_parallelism(tmp_pa
     probes = ("--cp-ring-certify: tiny model, ", "--cp-ring-certify: microbatch of")
     assert all(found[name].startswith(probes) for name in wrong), found
     assert "give the model cp_ring.megatron.split_batch(batch)" in found["whole rows"]
+    assert found["other layout"].startswith(
+        "layer 1: cp_ring.megatron.enable was called again after its model was built"
+    )
 
 
 @pytest.fixture

@@ -26,6 +26,10 @@ class Split(NamedTuple):
     layout: str = "zigzag"
     windows: LayerWindows = EVERY_KEY
 
+    def equals(self, other: Split) -> bool:
+        """Return True if both split any tokens alike."""
+        return self == other or (self.layout == other.layout and not LAYOUTS[self.layout].weighs)
+
     def layout_of(
         self, n: int, cp: int, mask_of: Callable[[tuple[int, int]], Mask] | None = None
     ) -> Layout:

@@ -67,6 +67,7 @@ class PlannedAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.ring = ring or in_force()
+        self._by_hand = ring is not None
         cp = config.context_parallel_size
         self.cp_group = ALONE if cp == 1 else compat.group_of(pg_collection, "cp")
         if self.cp_group.size() != cp:
@@ -94,6 +95,13 @@ class PlannedAttention(MegatronModule):
         each batch row is one document. Queries are [s, b, h, d], or [s, h, d] for packed documents.
         """
         group = group_of_microbatch(packed_seq_params, self.cp_group)
+        if not (self._by_hand or group.size() == 1 or in_force().split.equals(self.ring.split)):
+            raise ConfigError(
+                f"layer {self.layer_number}: cp_ring.megatron.enable was called again after its "
+                "model was built, so batches are no longer split by its layout, "
+                f"{self.ring.layout} of its windows: call enable once, and train models of other "
+                "settings in processes of their own"
+            )
         if query.dim() == 3:
             return group, packed_seq_params
         if group is not self.cp_group:

@@ -149,15 +149,15 @@ class Batch:
             item["loss_mask"] = own * self._factors(seed).view(own.shape)
         return item
 
-    def trained(self, seed: int, blind: bool) -> Any:
-        """Return a copy of a drawn microbatch with random tokens of the vocabulary. With `blind`,
+    def trained(self, seed: int, blind: bool, vocabulary: int) -> Any:
+        """Return a copy of a drawn microbatch with random tokens of `vocabulary`. With `blind`,
         labels are others where the loss mask is 0.
         """
         item, random = self.delivered(seed), torch.Generator().manual_seed(seed)
-        table = torch.randint(VOCABULARY, (int(item["labels"].max()) + 1,), generator=random)
+        table = torch.randint(vocabulary, (int(item["labels"].max()) + 1,), generator=random)
         item["tokens"] = table[item["tokens"]]
         item["labels"] = table[item["labels"]] + blind * (item["loss_mask"] == 0)
-        item["labels"] %= VOCABULARY
+        item["labels"] %= vocabulary
         return item
 
     def _factors(self, seed: int) -> Tensor:
@@ -208,6 +208,11 @@ def shared_items(items: list[Any]) -> list[Any]:
     if own is None and compat.group_of(None, "tp").rank() == 0:  # which loads for the others
         own = whole
     return [whole, own, *items] if whole else []
+
+
+def vocabulary_of(model: Any) -> int:
+    """Return how many tokens the probes draw from: those of a program's model may be fewer."""
+    return min(VOCABULARY, getattr(model, "vocab_size", VOCABULARY))
 
 
 def own_device() -> torch.device:

@@ -22,7 +22,7 @@ from torch import Tensor
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, documents_of, without_whole_rows
-from cp_ring.megatron.certificate.batch import PREFIX, TOKENS, VOCABULARY, Batch, worst_of
+from cp_ring.megatron.certificate.batch import PREFIX, TOKENS, Batch, vocabulary_of, worst_of
 from cp_ring.megatron.certificate.report import Probe
 from cp_ring.megatron.wrapping import replaced
 
@@ -83,7 +83,7 @@ def observe(
         for name, x in inputs.items():
             if isinstance(x, Tensor) and name in (*TOKENS, *NAMES):
                 seen["tokens" if name in TOKENS else name] = x.detach()
-                inputs[name] = x % VOCABULARY if name in TOKENS else x
+                inputs[name] = x % vocabulary_of(model) if name in TOKENS else x
         if layers is not None and (before or "tokens" in seen):
             with suppress(_LayersBegin), torch.no_grad(), replaced((layers, "forward", begin)):
                 forward(*bound.args, **bound.kwargs)

@@ -23,7 +23,7 @@ from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.microbatch_mask import KEY
 from cp_ring.megatron.adapter.rotary import positions_in_force
 from cp_ring.megatron.certificate import batch_probe
-from cp_ring.megatron.certificate.batch import Batch
+from cp_ring.megatron.certificate.batch import Batch, vocabulary_of
 from cp_ring.megatron.certificate.dense_oracle import MaskRule, attend_whole_rows
 from cp_ring.megatron.certificate.layer_kinds import declared_scale, declared_window
 from cp_ring.megatron.certificate.tiny_model import (
@@ -158,7 +158,8 @@ class TinyRun:
         model.config.finalize_model_grads_func = finalize_model_grads
         model.model_type = ModelType.encoder_or_decoder
         with self.in_force(batch) as given:
-            items = [given.trained(seed + i, not self.whole) for i in range(MICROBATCHES)]
+            blind, size = not self.whole, vocabulary_of(model)
+            items = [given.trained(seed + i, blind, size) for i in range(MICROBATCHES)]
             wrapped = DistributedDataParallel(model.config, config, model)
             wrapped.zero_grad_buffer()
             reports = forward_backward_no_pipelining(
