@@ -117,14 +117,16 @@ def _full(case):
 
 
 def _causal(case):
-    for size in (1, 33, 64, 130):
-        _check_tile(case, size, size, -OPEN, 0)
+    tall = () if case.kernel.capabilities.varlen else ((33, 5), (130, 64))
+    for queries, keys in ((1, 1), (33, 33), (64, 64), (130, 130), *tall):
+        _check_tile(case, queries, keys, -OPEN, 0)
 
 
 def _multiples_of_128(case):
     for queries, keys in DENSE:
         _check_tile(case, queries, keys, -OPEN, OPEN)
-    _check_tile(case, 256, 256, -OPEN, 0)
+    for keys in (256, 128):  # of fewer keys in backward, where a rank's own keys are cut
+        _check_tile(case, 256, keys, -OPEN, 0)
     _check_merged(case, 128, 256)
 
 
@@ -209,7 +211,7 @@ def _repeats(case):
 
 PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
     "full rectangles": _full,
-    "causal squares": _causal,
+    "causal tiles": _causal,
     "multiples of 128": _multiples_of_128,
     "scale": _scale,
     "bands": _bands,

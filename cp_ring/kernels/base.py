@@ -104,8 +104,8 @@ class AttentionKernel(Protocol):
     """Attention of one tile. Tensors may be strided views; the last dimension is contiguous.
 
     `lo` and `hi` bound key - query, both counted within the tile. -OPEN and OPEN leave a side
-    unbounded; lo = -OPEN with hi = 0 is causal, aligned top left. A kernel gets only tiles that its
-    `capabilities` allow.
+    unbounded; lo = -OPEN with hi = 0 is causal, aligned top left, of as many keys as queries or
+    fewer. A kernel gets only tiles that its `capabilities` allow.
     """
 
     name: str

@@ -156,6 +156,11 @@ def kernel_calls(
     hop: Hop, capabilities: Capabilities, sizes: Sizes | None = None
 ) -> tuple[KernelCall, ...]:
     """Return a hop's kernel calls. Packed ones are filled up to `sizes`."""
+    tiles = hop.tiles.trimmed()
+    causal = len(hop.tiles) == 1 and tiles.causal.tolist() == [True]
+    if causal and not (sizes and sizes.packs(tiles)[0]):
+        # perhaps of fewer keys than queries
+        return (SingleCall.of(next(iter(tiles)), int(hop.grad_shift[0]), False),)
     return tuple(_make_calls(lower(hop.tiles, capabilities), hop.grad_shift, capabilities, sizes))
 
 

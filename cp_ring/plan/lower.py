@@ -93,17 +93,9 @@ def lower(tiles: Tiles, capabilities: Capabilities) -> Lowered:
     if not capabilities.bands:
         tiles, parent = _flatten(tiles, parent)
     square = tiles.q1 - tiles.q0 == tiles.k1 - tiles.k0
-    diagonal = tiles.k0 - tiles.q0
-    no_left, no_right = tiles.lo == -OPEN, tiles.hi == OPEN
-    kind = np.select(
-        [
-            no_left & no_right,
-            square & no_left & (tiles.hi == diagonal),
-            square & no_right & (tiles.lo == diagonal),
-        ],
-        [FULL, CAUSAL, REVERSED],
-        BAND,
-    )
+    upper = (tiles.hi == OPEN) & (tiles.lo == tiles.k0 - tiles.q0)
+    kinds = [~tiles.banded, square & tiles.causal, square & upper]
+    kind = np.select(kinds, [FULL, CAUSAL, REVERSED], BAND)
     return Lowered(tiles, parent, kind)
 
 

@@ -51,11 +51,6 @@ class Report:
         """The keys that move, as a share of a ring in which every shard visits every rank."""
         return int(self.keys_in.sum()) / max((len(self.work) - 1) * self.n, 1)
 
-    @property
-    def moving_hops(self) -> Ints:
-        """The number of hops at which each rank sends or receives keys, int64 [cp]."""
-        return ((self.keys_in > 0) | (self.keys_out > 0)).sum(1)
-
 
 def report(plan: PlanTables) -> Report:
     """Sum up the plan's tables by rank and hop; this proves nothing."""

@@ -10,7 +10,6 @@ millions of them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -168,6 +167,11 @@ class Tiles:
         index = np.flatnonzero(live)
         return self[index], *(entries[index] for entries in of_tiles)
 
+    @property
+    def causal(self) -> NDArray[np.bool_]:
+        """Bool [count]: the tiles that the diagonal from their top left corner alone cuts."""
+        return (self.lo == -OPEN) & (self.hi == self.k0 - self.q0)
+
     def area(self) -> Ints:
         """Return the exact number of allowed (query, key) pairs of each tile, int64."""
         height, width = self.q1 - self.q0, self.k1 - self.k0
@@ -178,24 +182,22 @@ class Tiles:
         return height * width - above - below
 
     def halves(self) -> list[tuple[Tiles, Ints]]:
-        """Split the tiles at one query into two parts with about half of the pairs each.
+        """Split the tiles at one query, or a causal tile at a key, into two parts with about half
+        of the pairs each. So the parts of a causal tile are causal.
 
         Each part comes with the index of the tile that each of its tiles is part of. With many
-        queries, the cut is at the multiple of 128 nearest to half, because kernels work in blocks
-        of 128 queries.
+        tokens, the cut is at a multiple of 128, because kernels work in blocks of 128.
         """
-        low, high = int(self.q0.min(initial=OPEN)), int(self.q1.max(initial=0))
-        block, total = min(128, max((high - low) // 8, 1)), self.area().sum()
-        cuts = range((low // block + 1) * block, high, block)
-
-        def beyond(cut: int) -> int:
-            return 2 * int(self.within(q1=cut).area().sum()) - int(total)
-
-        place = bisect_left(cuts, 0, key=beyond)
-        near = cuts[max(place - 1, 0) : place + 1]
-        query = min(near, key=lambda cut: abs(beyond(cut)), default=high)
-        parts = self.within(q1=query), self.within(q0=query)
-        return [part.living(np.arange(len(part))) for part in parts]
+        by_key = self.causal.tolist() == [True]
+        start, end = self.data[2 * by_key :][:2]
+        low, high = start.min(initial=OPEN), end.max(initial=0)
+        block = min(128, max((high - low) // 8, 1))
+        edges = np.append(np.arange(low // block * block, high, block), high)
+        parts, _, chunk = cut(self, edges, by_key)
+        done = np.cumsum(np.bincount(chunk + 1, parts.area(), len(edges)))
+        middle = edges[np.argmin(abs(2 * done - done[-1]))]
+        parts, tile, half = cut(self, np.array([low, middle, high]), by_key)
+        return [(parts[half == side], tile[half == side]) for side in (0, 1)]
 
 
 def paint(tiles: Iterable[Tile], queries: int, keys: int) -> np.ndarray:

@@ -15,8 +15,6 @@ stored, and stores the new total.
   float32, of all that earlier ones touch.
 - Partial results are added one by one, in their order. So the result does not depend on how they
   are grouped.
-
-The executor runs these updates.
 """
 
 from __future__ import annotations
@@ -86,17 +84,20 @@ class Update(NamedTuple):
 
 
 def query_updates(
-    parts: Iterable[Iterable[Partial]], num_tokens: int, backward: bool, most: int = MAX_PARTS
+    parts: Iterable[Iterable[Partial]], num_tokens: int, backward: bool
 ) -> tuple[Update, ...]:
-    """Return the updates of out, or in backward of dq, each of at most `most` parts. `parts` has
-    the parts of each hop's kernel calls in their order.
+    """Return the updates of out, or in backward of dq. `parts` has the parts of each hop's kernel
+    calls in their order.
 
     Parts of the rank's own keys wait for the first remote ones; no others wait for the next hop, so
-    that memory does not depend on the number of hops.
+    that memory does not depend on the number of hops. But all wait for the last if together they
+    take no more memory than a part and a running total in float32.
     """
     of_hops = [*map(list, parts)]
-    of_hops[:2] = [[*chain(*of_hops[:2])]]
-    return _updates(of_hops, num_tokens, backward, most)
+    sizes = [np.diff(part.ranges[:2], axis=0).sum() for part in chain(*of_hops)]
+    waiting = len(of_hops) if len(sizes) <= MAX_PARTS and sum(sizes) <= 3 * num_tokens else 2
+    of_hops[:waiting] = [[*chain(*of_hops[:waiting])]]
+    return _updates(of_hops, num_tokens, backward)
 
 
 def gradient_updates(
@@ -128,12 +129,12 @@ def gradient_updates(
 
 
 def _updates(
-    waiting: Sequence[Sequence[Partial]], num_tokens: int, backward: bool, most: int = MAX_PARTS
+    waiting: Sequence[Sequence[Partial]], num_tokens: int, backward: bool
 ) -> tuple[Update, ...]:
-    """Make updates of at most `most` parts that wait together, whose buffers are then used again.
-    The last one fills tokens that no part has with zeros.
+    """Make updates of parts that wait together, whose buffers are then used again. The last one
+    fills tokens that no part has with zeros.
     """
-    groups = [group for each in waiting for group in batched(each, most)] or [()]
+    groups = [group for each in waiting for group in batched(each, MAX_PARTS)] or [()]
     edges = [part.ranges[:2].reshape(-1) for group in groups for part in group]
     # Cells are the pieces of the total that no range begins or ends in.
     cells = np.unique(np.concatenate([[0, num_tokens], *edges]))

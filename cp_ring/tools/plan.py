@@ -300,7 +300,7 @@ def summary(plan: Plan, report: Report, given: Conditions) -> dict[str, Any]:
         "tokens_per_rank": report.tokens_per_rank.tolist(),
         "work_per_rank": report.work_per_rank.tolist(),
         **{f"{name}_per_rank": table.sum(1).tolist() for name, table in amounts.items()},
-        "moving_hops_per_rank": report.moving_hops.tolist(),
+        "moving_hops_per_rank": ((report.keys_in > 0) | (report.keys_out > 0)).sum(1).tolist(),
         "share_of_full_ring": report.share_of_full_ring,
         "bytes_between_nodes": bytes_between_nodes(plan, given),
         "balance": report.balance,

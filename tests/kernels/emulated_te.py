@@ -231,9 +231,10 @@ def packing_of(a):
     assert causal or a["attn_mask_type"] in ("no_mask", "padding")
     assert tuple(a["window_size"]) == ((-1, 0) if causal else (-1, -1))
     ends = a["cu_seqlens_q"], a["cu_seqlens_kv"]
-    # causal is aligned top left there, bottom right in a packing: the same where sizes are
-    assert not causal or torch.equal(ends[0].diff(), ends[1].diff()), "only squares are causal"
-    return Packing(*ends, a["max_seqlen_q"], a["max_seqlen_kv"], -1, 0 if causal else -1)
+    # causal is aligned top left there, bottom right in a packing
+    more = int((ends[0].diff() - ends[1].diff()).max())
+    assert not causal or more == 0 or (more > 0 and not packed(a)), "packed ones are squares"
+    return Packing(*ends, a["max_seqlen_q"], a["max_seqlen_kv"], -1, more if causal else -1)
 
 
 def scale_of(a):

@@ -4,7 +4,9 @@ import math
 
 import torch
 
+from cp_ring.megatron.wrapping import replaced
 from cp_ring.ops.segments import Segments
+from cp_ring.plan import updates as planned
 from cp_ring.plan.updates import MAX_PARTS, Partial, query_updates
 from cp_ring.testing.oracle import error
 
@@ -32,7 +34,8 @@ def parts(before):
 
 def updates(most, before):
     """The updates of the totals, of at most so many parts each, and the parts of each."""
-    made, found, first = query_updates([parts(before)], TOKENS + before, True, most), [], 0
+    with replaced((planned, "MAX_PARTS", most)):
+        made, found, first = query_updates([parts(before)], TOKENS + before, True), [], 0
     for update in made:
         begin = 12 if most == 4 else 3 if most > 1 else 0
         assert update.kept == slice(before + begin * bool(before), before + 40)
