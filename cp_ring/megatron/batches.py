@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.utils.data import default_collate, get_worker_info
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.adapter import compat
-from cp_ring.megatron.adapter.ahead import LAYERS, PlannedBatch, recording
-from cp_ring.megatron.adapter.config import in_force
+from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan, PlannedBatch, recording
+from cp_ring.megatron.adapter.config import RingConfig, in_force, use
 from cp_ring.megatron.adapter.documents import (
     ALONE,
     Documents,
@@ -29,7 +28,8 @@ from cp_ring.megatron.data.rows import (
     declare,
     on_this_cp_rank,
 )
-from cp_ring.megatron.settings import current
+from cp_ring.megatron.options import Options
+from cp_ring.megatron.settings import configure, current
 from cp_ring.plan.ranges import offsets
 
 OFFSETS = "cu_seqlens"
@@ -120,19 +120,37 @@ def plan_ahead(
     Args:
         collate: makes a batch of samples, a dict as for `split_batch`; the default is torch's.
     """
-    return partial(_collate, collate)
+    return _Planning(collate)
 
 
-def _collate(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    batch = collate(samples)
-    if get_worker_info() is None or not isinstance(batch, dict):
-        return batch
-    planned = PlannedBatch(batch)
-    with recording() as planned.made, suppress(ConfigError, PlanError):
-        for layer in LAYERS:
-            if (documents := _documents_in(batch, layer.cp)) is not None:
-                documents.rank_plan(layer.rank, layer.window, layer.causal, layer.spec)
-    return planned
+class _Planning:
+    """The function that `plan_ahead` returns. What it reads of layers and settings goes with it to
+    workers that are not forked.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]):
+        self.collate = collate
+
+    def __reduce__(self) -> Any:
+        return _in_worker, (self.collate, set(LAYERS), current(), in_force())
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self.collate(samples)
+        if get_worker_info() is None or not isinstance(batch, dict):
+            return batch
+        planned = PlannedBatch(batch)
+        with recording() as planned.made, suppress(ConfigError, PlanError):
+            for layer in LAYERS:
+                if (documents := _documents_in(batch, layer.cp)) is not None:
+                    documents.rank_plan(layer.rank, layer.window, layer.causal, layer.spec)
+        return planned
+
+
+def _in_worker(collate: Any, layers: set[LayerPlan], options: Options, ring: RingConfig) -> Any:
+    LAYERS.update(layers)
+    configure(options)
+    use(ring)
+    return plan_ahead(collate)
 
 
 def _documents_in(batch: Mapping[str, Any], cp: int) -> Documents | None:

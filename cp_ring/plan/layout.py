@@ -177,12 +177,13 @@ class Layout:
     @classmethod
     def _even(cls, n: int, cp: int, owner: Ints, name: str) -> Layout:
         n, cp = stream_length(n), _size(cp)
+        owner = owner[: n if cp == 1 else None]  # a rank alone may have one token
         if n < len(owner):
             raise PlanError(
                 f"{name} layout cuts the sequence into {len(owner)} chunks for cp {cp}, but it has "
                 f"{n} tokens"
             )
-        return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner.astype(np.int64), name)
+        return cls(n, cp, np.arange(len(owner) + 1) * n // len(owner), owner, name)
 
     def merged(self, size: int) -> Layout:
         """The layout of `cp / size` members, each of which holds the tokens of `size` neighboring

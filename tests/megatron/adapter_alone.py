@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.attention import RingConfig, RingDotProductAttention
 
 TOKENS, WIDTH = 64, 32
@@ -57,6 +58,17 @@ before = torch.cat([weight.detach().flatten() for weight in layer(1).parameters(
 one, ring = step(layer(1), *whole), step(layer(cp, schedule="ring", num_slots=3), *part)
 assert (one - before).norm() > 0.1, "nothing was trained"
 torch.testing.assert_close(ring, one, rtol=1e-5, atol=1e-6)
+for values, line in (
+    ({"layout": "contiguous"}, "its RingConfig has the layout contiguous, but rotary embeddings"),
+    ({"layout": "zigzug"}, "layout must be 'zigzag', "),
+    ({"hop_timeout": -1}, "hop_timeout must be a number of seconds, or 0"),
+):
+    try:
+        layer(cp, **values)
+    except ConfigError as error:
+        assert line in str(error), error
+    else:
+        raise AssertionError(f"{values} was accepted")
 ours = {name for name in sys.modules if name.startswith(("cp_ring.megatron", "cp_ring.patches"))}
 if dist.get_rank() == 0:
     print("ring 2:", *sorted(x for x in ours if not x.startswith("cp_ring.megatron.adapter.")))

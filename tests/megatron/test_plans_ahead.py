@@ -1,5 +1,6 @@
 """Workers of a data loader make the plans of packed microbatches, and training finds them."""
 
+import pickle
 import shlex
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from cp_ring import Layout, PlanError, PlanSpec
 from cp_ring.megatron import batches, settings
 from cp_ring.megatron.adapter import ahead, microbatch_mask
+from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
 from tests.megatron import counted_plans, packing_script
@@ -68,10 +70,14 @@ def plan_in(batch):
     return documents.rank_plan(RANK, LAYER.window, LAYER.causal, LAYER.spec)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_training_finds_the_plans_that_workers_made(monkeypatch, packed):
-    workers = DataLoader(Rows(packed), num_workers=2, collate_fn=batches.plan_ahead())
-    ready = iter(workers)  # which are forked here: they still make layouts and plans
+@pytest.mark.parametrize(
+    ("packed", "start"),
+    [(False, "fork"), (True, "fork"), pytest.param(True, "forkserver", marks=pytest.mark.slow)],
+)
+def test_training_finds_the_plans_that_workers_made(monkeypatch, packed, start):
+    options = {"num_workers": 2, "multiprocessing_context": start}
+    workers = DataLoader(Rows(packed), collate_fn=batches.plan_ahead(), **options)
+    ready = iter(workers)  # which start here: they still make layouts and plans
     with monkeypatch.context() as training:
         training.setattr(Layout, "balanced", None)
         training.setattr(microbatch_mask, "_make_plan", None)
@@ -79,6 +85,24 @@ def test_training_finds_the_plans_that_workers_made(monkeypatch, packed):
         assert type(next(iter(workers))) is dict  # of which nothing is left but the batch
     settle()
     assert [plan_in(batch).digest for batch in DataLoader(Rows(packed))] == found
+
+
+def test_workers_send_what_they_have_stored_too():
+    """In a second epoch, of which training may have forgotten the first."""
+    (batch, *_), found = DataLoader(Rows(packed=True)), []
+    for _ in range(2):
+        with ahead.recording() as made:
+            plan_in(batch)
+        found.append({*made})
+    assert found[0] == found[1] and found[0]
+
+
+def test_workers_that_are_not_forked_know_layers_and_settings():
+    before, sent = in_force(), pickle.dumps(batches.plan_ahead())
+    RUNTIME.reset()
+    assert not ahead.LAYERS and in_force() != before
+    assert pickle.loads(sent).collate is torch.utils.data.default_collate
+    assert {LAYER} == ahead.LAYERS and in_force() == before and settings.current().document_mask
 
 
 def test_without_workers_and_for_wrong_documents_the_layer_makes_the_plan_or_the_error():

@@ -186,3 +186,8 @@ def test_slow_links_between_nodes_are_worth_uneven_work(monkeypatch):
     monkeypatch.setattr(balancing, "Conditions", lambda: slow)
     far = Layout.balanced(mask, 4)
     assert far.name == "contiguous" and balance([(mask, 1)], far) > 1.5
+
+
+def test_a_rank_alone_may_hold_one_token():
+    for name in ("zigzag", "contiguous"):
+        assert getattr(Layout, name)(1, 1).positions(0).tolist() == [0]

@@ -49,11 +49,16 @@ def cached[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @RUNTIME.cache(maxsize)
         @functools.wraps(function)
-        def find(*args: Hashable) -> T:
+        def stored(*args: Hashable) -> Any:
             key = function.__name__, args
-            result: T = _arrived.pop(key) if key in _arrived else function(*args)
+            return _arrived.pop(key) if key in _arrived else function(*args)
+
+        @functools.wraps(stored)
+        def find(*args: Hashable) -> T:
+            result: T = stored(*args)
+            # also what a worker had stored: training may have forgotten it
             for made in _recorded:
-                made[key] = result
+                made[function.__name__, args] = result
             return result
 
         return find
@@ -63,7 +68,7 @@ def cached[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 @contextmanager
 def recording() -> Iterator[Results]:
-    """Record the results of `cached` functions that are called for the first time."""
+    """Record the results of calls of `cached` functions."""
     _recorded.append({})
     try:
         yield _recorded[-1]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cp_ring.options import CallSettings
+from cp_ring.errors import ConfigError
+from cp_ring.options import CallSettings, either
 from cp_ring.plan.layout import LAYOUTS, Layout
 from cp_ring.plan.mask import Mask
 from cp_ring.runtime import RUNTIME
@@ -82,6 +83,13 @@ class RingConfig(CallSettings):
     document_mask: bool = False
     declared_masks: bool = False
     recurrent: str = "heads"
+
+    def __post_init__(self) -> None:
+        given = f"RingConfig(layout={self.layout!r}, hop_timeout={self.hop_timeout!r})"
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"{given}: layout must be {either(LAYOUTS)}")
+        if not isinstance(self.hop_timeout, int | float) or self.hop_timeout < 0:
+            raise ConfigError(f"{given}: hop_timeout must be a number of seconds, or 0")
 
     @property
     def split(self) -> Split:

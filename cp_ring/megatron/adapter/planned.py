@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from cp_ring.comm.groups import choose_for
 from cp_ring.comm.nodes import node_size, ranks_per_node
+from cp_ring.cuts import check_cut
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan
@@ -76,6 +77,12 @@ class PlannedAttention(MegatronModule):
                 f"context-parallel group, by default Megatron's, has {self.cp_group.size()} ranks: "
                 "change it, or give the model a pg_collection with a group cp of as many ranks"
             )
+        if cp > 1 and self.ring.layout != in_force().layout:
+            raise ConfigError(
+                f"layer {layer_number}: its RingConfig has the layout {self.ring.layout}, but "
+                f"rotary embeddings are split by {in_force().layout}: call cp_ring.megatron.enable("
+                f"layout={self.ring.layout!r}) before the model is built, or leave layout out"
+            )
         self.tp_group = compat.group_of(pg_collection, "tp")
         choose_for(torch.device("cuda"))
         if problem := layer_problem(config, layer_number, attention_type):
@@ -130,7 +137,9 @@ class PlannedAttention(MegatronModule):
                     "packed_seq_params, so its documents or masks are lost: hand packed_seq_params "
                     "to the model on every pipeline stage"
                 )
-            return make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
+            made = make_plan(mask, tokens * cp, cp, self.window, self.spec, self.ring.split)
+            check_cut(group, made.layout, f"layer {self.layer_number}")
+            return made
         if capturing(query.device):
             raise ConfigError(
                 f"layer {self.layer_number}: a CUDA graph would repeat the documents or mask of "
