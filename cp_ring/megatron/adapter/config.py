@@ -87,7 +87,7 @@ class RingConfig(CallSettings):
     def __post_init__(self) -> None:
         given = f"RingConfig(layout={self.layout!r}, hop_timeout={self.hop_timeout!r})"
         if self.layout not in LAYOUTS:
-            raise ConfigError(f"{given}: layout must be {either(LAYOUTS)}")
+            raise ConfigError(f"{given}: layout must be {either([*LAYOUTS])}")
         if not isinstance(self.hop_timeout, int | float) or self.hop_timeout < 0:
             raise ConfigError(f"{given}: hop_timeout must be a number of seconds, or 0")
 
