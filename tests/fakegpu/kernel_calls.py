@@ -29,6 +29,7 @@ CASES = {
     "8,192 x 4,096": {"tile": (8192, 4096), "hi": OPEN},
     "2,304 x 5,888": {"tile": (2304, 5888), "hi": OPEN},
     "4,096 causal": {"tile": (4096, 4096)},
+    "8,192 x 2,432 causal": {"tile": (8192, 2432)},
     "4,096 causal, deterministic": {"tile": (4096, 4096), "deterministic": True},
     "4,001 x 4,097": {"tile": (4001, 4097), "hi": OPEN},
     "one query, 4,096 keys": {"tile": (1, 4096), "hi": OPEN},
@@ -52,6 +53,7 @@ CASES = {
     },
     "packed, heads of 512": {"documents": DOCUMENTS, "sizes": (16, 4, 512, 512)},
     "heads of 192 and 128": {"tile": (4096, 4096), "sizes": (32, 32, 192, 128)},
+    "192 and 128, fewer keys": {"tile": (4096, 1152), "sizes": (32, 32, 192, 128)},
     "packed, 192 and 128": {"documents": DOCUMENTS, "sizes": (32, 32, 192, 128)},
 }
 
