@@ -32,6 +32,7 @@ from cp_ring.megatron.adapter.compat import known_arguments
 from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import Documents, boundaries
 from cp_ring.megatron.adapter.microbatch_mask import KEY, MicrobatchMask
+from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.data.rows import check_rows, declare, on_this_cp_rank
 from cp_ring.megatron.settings import current
 
@@ -314,7 +315,36 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
         what = f"--split {args.split} leaves" if args.split else "--train-data-path alone gives"
         advice = "leave out --full-validation" if args.full_validation else "give --eval-iters 0"
         raise ConfigError(f"{what} no validation data: {advice}")
+    if kind is GPTDataset and args.cp_ring_document_mask and args.reset_attention_mask:
+        _check_ends(made)
     return made
+
+
+def _check_ends(made: Any) -> None:
+    """Raise `ConfigError` if the first 100 documents of no data set hold the end-of-document token,
+    so that nothing would be masked; where some do, print which do not.
+
+    A blend has several data sets; the splits of a path read the same documents.
+    """
+    ends = {}
+    for each in made:
+        for one in getattr(each, "datasets", [each]):
+            if documents := getattr(one, "dataset", None):
+                eod = one.config.tokenizer.eod
+                ends[one.dataset_path] = any(
+                    eod in sequence
+                    for sequence in documents[: documents.document_indices[:101][-1]]
+                )
+    if lacking := [path for path in ends if not ends[path]]:
+        text = (
+            "--cp-ring-document-mask: no end-of-document token "
+            f"({eod}) ends the documents of {', '.join(lacking)}: make the data with --append-eod "
+            "of preprocess_data.py, or give --dataloader-inter-document-masking (Megatron 0.19 and "
+            "later)"
+        )
+        if lacking == [*ends]:
+            raise ConfigError(text)
+        note(text)
 
 
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]

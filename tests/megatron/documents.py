@@ -6,9 +6,9 @@ import torch
 EOD = 254  # NullTokenizer's, with --vocab-size 255
 
 
-def write(prefix, documents=600, longest=60, seed=3, skewed=False, lengths=()):
-    """A data set of random documents of 1 to `longest` tokens, each with its end-of-document token;
-    returns its prefix.
+def write(prefix, documents=600, longest=60, seed=3, skewed=False, lengths=(), end=EOD):
+    """A data set of random documents of 1 to `longest` tokens, each with its end-of-document token,
+    or `end` in its place; returns its prefix.
 
     With `skewed`, every eighth document is three times as long; `lengths` are those of all.
     """
@@ -21,7 +21,7 @@ def write(prefix, documents=600, longest=60, seed=3, skewed=False, lengths=()):
         length = lengths[index] - 1 if lengths else length
         start, step = random.integers(0, EOD, 2)
         text = (start + step * np.arange(length)) % EOD
-        builder.add_document(torch.from_numpy(np.append(text, EOD)), [length + 1])
+        builder.add_document(torch.from_numpy(np.append(text, end)), [length + 1])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
 

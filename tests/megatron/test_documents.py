@@ -58,6 +58,44 @@ def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
     assert not mask[8:, :8].any() and not mask[:8, 8:].any()
 
 
+@pytest.mark.parametrize(
+    "flags, rejected, noted",
+    [
+        ("--data-path {yes}", False, False),
+        ("--data-path {no}", True, False),
+        ("--data-path 3 {no} 1 {no}", True, False),
+        ("--data-path 3 {no} 1 {yes}", False, True),
+        ("--train-data-path {yes} --valid-data-path {no}", False, True),
+        ("--train-data-path {no}", True, False),
+        ("--mock-data", False, False),
+        ("--data-path {no} --dataloader-inter-document-masking", False, False),
+    ],
+)
+def test_data_without_ends_of_documents_are_named(
+    tmp_path, monkeypatch, capsys, one_rank, flags, rejected, noted
+):
+    from cp_ring.megatron import gpt
+    from cp_ring.megatron.flags import argument_parser, resolve
+    from tests.megatron.documents import write
+    from tests.megatron.launch import MODEL, TRAIN
+
+    paths = {"yes": write(tmp_path / "yes", 60), "no": write(tmp_path / "no", 60, end=1)}
+    given = [*MODEL, *TRAIN, "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
+    given += [*flags.format(**paths).split(), "--cp-ring", "--cp-ring-document-mask"]
+    given += ["--split", "90,5,5"] if "train" not in flags else []
+    args = argument_parser.build_parser().parse_args(given)
+    options = Options.from_args(args)
+    resolve.check_attention(args, options)
+    settings.configure(options)
+    args.data_cache_path, args.rank = str(tmp_path), 0
+    monkeypatch.setattr(gpt, "get_args", lambda: args)
+    monkeypatch.setattr(gpt.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    with pytest.raises(ConfigError, match="no end-of-doc") if rejected else nullcontext() as error:
+        gpt.datasets_provider([8, 8, 8])
+    text = str(error.value) if rejected else capsys.readouterr().out
+    assert (f"(254) ends the documents of {paths['no']}: " in text) == (rejected or noted)
+
+
 def test_position_ids_that_do_not_begin_anew_are_rejected():
     with pytest.raises(ConfigError, match="do not begin at 0"):
         boundaries(torch.tensor([[3, 4, 0, 1]]))
