@@ -30,7 +30,9 @@ def log_step(training_log: Function, *losses: Any, **named: Any) -> Any:
     result = training_log(*losses, **named)
     args = megatron.get_args()
     now = args.curr_iteration + 1
-    for findings in end_of_step(now, last=now == args.train_iters):
+    for findings in end_of_step(
+        now, last=now == args.train_iters or not now % (args.exit_interval or now + 1)
+    ):
         scalars = {f"cp_ring/{name}": value for name, value in findings.scalars().items()}
         if writer := megatron.get_tensorboard_writer():
             for name, value in scalars.items():
