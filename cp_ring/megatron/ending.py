@@ -16,6 +16,13 @@ from cp_ring.megatron.rejection import ADVICE, OURS, Rejected, megatrons_text, r
 
 ENDING_S = 10.0
 """Seconds after which a failed rank is gone, even if something still waits at its end."""
+_CODES = {
+    "16": ": a rerun of the step gives the same wrong loss or gradient: resume from its checkpoint "
+    "on other GPUs, which shows whether a GPU is faulty, or from an earlier one",
+    "17": ": a loss or gradient is wrong, and the log says whether a GPU is faulty: resume from an "
+    "earlier checkpoint",
+}
+"""What exit codes of Megatron mean, which reruns a step whose loss or gradient is not finite."""
 _FULL = 2**20  # free bytes of a disk, of which a failed save leaves few
 
 
@@ -31,7 +38,9 @@ def ending_soon(script: str) -> Iterator[None]:
         if end.code in (None, 0):
             raise
         number = isinstance(end.code, int)
-        why = f"{script} ended with exit code {end.code}" if number else str(end.code)
+        why = str(end.code)
+        if number:
+            why = f"{script} ended with exit code {why}{_CODES.get(why, '')}"
         _end_soon(why)
         if isinstance(end, Rejected):
             raise
@@ -56,12 +65,20 @@ def _end_soon(why: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what an error of Megatron does not say: which flag to change, or that a disk is full,
-    which its writers report as anything else. "" if nothing is known.
+    """Return what an error of Megatron does not say: which flag to change, that a loss is not
+    finite and its step cannot be saved, or that a disk is full, which its writers report as
+    anything else. "" if nothing is known.
     """
     if any(part in str(error) for part in ADVICE):
         return megatrons_text(error)
     save = str(getattr(compat.arguments(), "save", None))
+    rerun = sys.modules.get("megatron.core.rerun_state_machine")
+    machine = getattr(rerun, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if save == "None" and "WILL_RERUN" in str(getattr(machine, "state", "")):
+        return (
+            "the loss or a gradient is not finite, also in a rerun of the step, which Megatron "
+            "saves to run it on another GPU: give --save, or --rerun-mode disabled to end at once"
+        )
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(save).free) < _FULL:
             return f"No space left on the disk of --save {save}: {free} bytes are free"

@@ -17,12 +17,20 @@ from cp_ring.megatron import compat
 
 OURS = (ConfigError, KernelError, PlanError)
 _MEGATRONS = (AssertionError, ValueError, ArithmeticError, ImportError)
+_OPTIMIZER = (
+    "give --use-distributed-optimizer if, and only if, the job that saved the checkpoint had it, "
+    "or --no-load-optim"
+)
 ADVICE = {
+    '"optimizer.state.': _OPTIMIZER,
+    "flattened_range is not supported": _OPTIMIZER,
     "not divisible by total_model_size": "start a multiple of tensor x pipeline x context parallel "
     "size ranks (torchrun --nproc-per-node), or lower --context-parallel-size",
     "OptimizerParamScheduler: class input": "give --override-opt-param-scheduler to take the "
     "flags, or --use-checkpoint-opt-param-scheduler to take the checkpoint",
     "assert args.save_interval is not None": "give --save-interval",
+    "only supported by TEDotProductAttention": "give --cp-ring, or --transformer-impl "
+    "transformer_engine where TransformerEngine is installed",
 }
 
 
@@ -84,4 +92,10 @@ def megatrons_text(error: BaseException) -> str:
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     said = one_line(error) or f"{last.line} ({last.filename}, line {last.lineno})"
-    return ": ".join([said, *(advice for part, advice in ADVICE.items() if part in said)])
+    # of a traceback in the text, its last line
+    return ": ".join(
+        [
+            said.rpartition("Error: ")[2][:400],
+            *(advice for part, advice in ADVICE.items() if part in said),
+        ]
+    )

@@ -119,6 +119,46 @@ def test_a_full_disk_and_other_numbers_of_steps_are_named(args, capsys, monkeypa
     assert stop.value.code == 1 and f"{scheduler}: give --override-opt-param-scheduler" in said
 
 
+def _of_a_loaded_optimizer(part):
+    found = KeyError(f"{part} from model not in state dict: {['optimizer.state.exp_avg.b'] * 99}")
+    return RuntimeError(f"Traceback (RANK 0) {'x' * 999} KeyError: {found}")
+
+
+@pytest.mark.parametrize(
+    "error, part, advised",
+    [
+        (_of_a_loaded_optimizer("optimizer.state.exp_avg.a"), "--no-load-optim\n", True),
+        (_of_a_loaded_optimizer("optimizer.state.a"), 'error: "optimizer.state.a from', True),
+        (_of_a_loaded_optimizer("decoder.a"), "--no-load-optim", False),
+        (RuntimeError("ShardedTensor.flattened_range is not supported."), "-load-optim\n", True),
+        (AssertionError("only supported by TEDotProductAttention!"), "give --cp-ring, or", True),
+        (SystemExit(16), "exit code 16: a rerun of the step gives the same", True),
+        (SystemExit(17), "exit code 17: a loss or gradient is wrong", True),
+        (SystemExit(3), "exit code 3\n", True),
+        (SystemExit("no"), "rank 0: no\n", True),
+    ],
+)
+def test_what_megatron_means_is_said(args, capsys, error, part, advised):
+    with pytest.raises((SystemExit, type(error))), ending.ending_soon("training"):
+        raise error
+    assert (part in capsys.readouterr().err) == advised
+
+
+@pytest.mark.parametrize("save", [None, "folder"])
+def test_a_loss_that_is_not_finite_is_named_where_its_step_cannot_be_saved(
+    args, capsys, monkeypatch, save
+):
+    from megatron.core import rerun_state_machine as megatrons
+
+    state = argparse.Namespace(state=megatrons.RerunState.WILL_RERUN_FROM_CHECKPOINT)
+    monkeypatch.setattr(megatrons, "_GLOBAL_RERUN_STATE_MACHINE", state)
+    args.save = save
+    with pytest.raises((SystemExit, TypeError)), ending.ending_soon("training"):
+        raise TypeError("expected str, bytes or os.PathLike object, not NoneType")
+    said = "the loss or a gradient is not finite" in capsys.readouterr().err
+    assert said == (save is None)
+
+
 def test_the_first_rank_of_a_machine_prints_and_no_rank_waits(args, capsys, monkeypatch, tmp_path):
     for rank in (1, 0):
         (tmp_path / f"attempt_0/{rank}").mkdir(parents=True)

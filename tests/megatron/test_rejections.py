@@ -4,7 +4,9 @@ exit code 2.
 
 import ast
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -514,3 +516,20 @@ def test_a_slip_of_flags_is_one_line_that_says_what_to_change(parse, capsys, sli
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert stop.value.code == 2 and len(said) == 1, said
     assert said[0].startswith("cp_ring: error: ") and SLIPS[slip] in said[0], said
+
+
+def test_a_tiny_model_that_megatron_cannot_build_is_rejected(monkeypatch):
+    """Without --cp-ring: Megatron's own context parallelism, where TransformerEngine is missing."""
+    from cp_ring.megatron.certificate import tiny_model
+
+    def build(*_):
+        raise AssertionError("only supported by TEDotProductAttention!")
+
+    configure(Options())
+    monkeypatch.setattr(tiny_model, "tiny_args", lambda *_: (None, None))
+    for name in ("group_of_this_rank", "arguments_in_force"):
+        monkeypatch.setattr(tiny_model, name, lambda *_: nullcontext())
+    monkeypatch.setattr(tiny_model, "one_stage", lambda *_: {})
+    monkeypatch.setattr(tiny_model, "build", build)
+    with pytest.raises(ConfigError, match="TEDotProductAttention!: give --cp-ring, or"):
+        tiny_model.core_classes(SimpleNamespace(params_dtype=None), None, [])

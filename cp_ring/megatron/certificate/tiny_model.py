@@ -30,6 +30,7 @@ from cp_ring.megatron.flags.layer_pattern import (
     main_layers,
     pattern_of,
 )
+from cp_ring.megatron.rejection import megatrons_rejections
 from cp_ring.megatron.wrapping import replaced
 
 BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq", "cp_comm_type")
@@ -261,7 +262,11 @@ def core_classes(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
 
         return {kind.layer: RingDotProductAttention for kind in kinds}
     tiny, small = tiny_args(args, config, kinds)
-    with group_of_this_rank() as alone, arguments_in_force(tiny, one_stage(alone)):
+    with (
+        megatrons_rejections(),
+        group_of_this_rank() as alone,
+        arguments_in_force(tiny, one_stage(alone)),
+    ):
         model = build(tiny, small, args.params_dtype)
     cores = core_attentions(model)
     names = ", ".join(sorted({type(core).__name__ for core in cores}))
