@@ -331,10 +331,8 @@ def _check_ends(made: Any) -> None:
         for one in getattr(each, "datasets", [each]):
             if documents := getattr(one, "dataset", None):
                 eod = one.config.tokenizer.eod
-                ends[one.dataset_path] = any(
-                    eod in sequence
-                    for sequence in documents[: documents.document_indices[:101][-1]]
-                )
+                first = range(documents.document_indices[:101][-1])
+                ends[one.dataset_path] = any(eod in documents[place] for place in first)
     if lacking := [path for path in ends if not ends[path]]:
         text = (
             "--cp-ring-document-mask: no end-of-document token "
