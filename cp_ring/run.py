@@ -9,10 +9,10 @@ nothing in Megatron is changed.
 from __future__ import annotations
 
 import logging
-import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 from cp_ring import patches
 from cp_ring.errors import ConfigError
@@ -39,7 +39,7 @@ def main() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     script = Path(sys.argv[1])
     if not script.is_file():
-        reject(f"{script} does not exist ({_USAGE})")
+        reject(f"{script} {'is not a file' if script.exists() else 'does not exist'} ({_USAGE})")
     sys.argv = sys.argv[1:]
     # replaces the folder of `python -m`; with PYTHONSAFEPATH there is none
     sys.path[: not sys.flags.safe_path] = [str(script.resolve().parent)]
@@ -53,7 +53,16 @@ def main() -> None:
             _check_batches(script, config)
             if patched:
                 signals.keep_warnings(sys.argv)
-            runpy.run_path(str(script), run_name="__main__")
+            _run(script)
+
+
+def _run(script: Path) -> None:
+    """Run the script as `__main__`, as Python does: `__file__` is absolute, and `sys.argv` is left
+    as it is, which runpy changes.
+    """
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = path = str(script.absolute())
+    exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(module))
 
 
 def _show_help(script: Path) -> None:
@@ -65,7 +74,7 @@ def _show_help(script: Path) -> None:
     # without a supported Megatron, the script's help is shown unchanged
     if not arguments.rejection():
         arguments.apply()
-    runpy.run_path(str(script), run_name="__main__")
+    _run(script)
 
 
 def _check_batches(script: Path, config: Options) -> None:

@@ -23,6 +23,7 @@ import torch
 from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring import patches
 print("applied:", patches.applied())
+print("script:", sys.argv[0], __file__)
 print("argv:", sys.argv[1:], "name:", __name__, "path:", sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
 homes = {function.__module__ for function in (arguments.add_megatron_arguments, arguments.parse_args, torch.cuda.synchronize)}
 print("homes:", sorted(homes))
@@ -61,12 +62,13 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     flags = ["--some-flag", "3", "--cp-ring-timing", "5"]
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
-    command = [sys.executable, "-m", "cp_ring.run", str(script), *flags]
+    command = [sys.executable, "-m", "cp_ring.run", script.name, *flags]
     done = subprocess.run(
         command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     assert "applied: []" in done.stdout
+    assert f"script: probe.py {script}\n" in done.stdout
     assert f"argv: {flags} name: __main__ path: True" in done.stdout
     assert "homes: ['megatron.training.arguments', 'torch.cuda']" in done.stdout
 
@@ -121,6 +123,7 @@ def test_without_cuda_the_flag_for_the_cpu_is_named():
     "arguments, message",
     [
         (["nowhere.py", "--cp-ring"], "nowhere.py does not exist"),
+        ([str(HERE), "--cp-ring"], f"{HERE} is not a file"),
         (
             [SCRIPT, "--cp-ring", "--cp-ring-cpu", "--cp-ring-layout", "contiguous"],
             "--cp-ring-layout contiguous needs cp_ring.pretrain_gpt",
