@@ -7,6 +7,7 @@ nothing has to be downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ import numpy as np
 from cp_ring.errors import ConfigError
 
 END_OF_DOCUMENT = "<|endoftext|>"
-FORMAT = 1  # part of the cache key: raise it when the same sources give another result
+FORMAT = 2  # part of the cache key: raise it when the same sources give another result
 VALIDATION_STRIDE = 20  # documents, of which one is for validation
 # the tokenizer is trained on the first documents up to this size
 TOKENIZER_DOCUMENTS_BYTES = 32 << 20
@@ -57,7 +58,19 @@ class Corpus:
         """The numbers of documents and tokens, the vocabulary size and a hash of the contents, as
         written when the corpus was built.
         """
-        return json.loads((self.folder / "corpus.json").read_text())
+        with _named("data.cache", self.folder):
+            return json.loads((self.folder / "corpus.json").read_text())
+
+
+@contextlib.contextmanager
+def _named(key: str, path: Path, done: str = "read") -> Iterator[None]:
+    """Let errors of the system name the key, and their file or else `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{key} {error.filename or path}: cannot be {done}: {error.strerror}"
+        ) from None
 
 
 def find(path: str, cache: str, vocab_size: int = 4096) -> Corpus:
@@ -67,34 +80,35 @@ def find(path: str, cache: str, vocab_size: int = 4096) -> Corpus:
 
     The folder's name contains a hash of the settings and of the sources' names, sizes and times. So
     a change of any of them makes a new corpus.
-    Raises `ConfigError` when the path does not exist or has no files.
+    Raises `ConfigError` when the path does not exist, has no files or cannot be read.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
-    if not root.exists():
-        raise ConfigError(f"data.path {root}: no such file or folder")
-    files = tuple(sorted(_source_files(root, only_python=not path)))
-    if not any(file.stat().st_size for file in files):
+    with _named("data.path", root):
+        if not root.exists():
+            raise ConfigError(f"data.path {root}: no such file or folder")
+        every = sorted(_source_files(root, only_python=not path))
+        files = {file: file.stat() for file in every if file.is_file()}  # no socket, no broken link
+    if not any(stat.st_size for stat in files.values()):
         raise ConfigError(
             f'data.path {root}: is empty; it needs text files, or .jsonl files with a "text" key'
         )
     identity = hashlib.sha256(repr((FORMAT, vocab_size, str(root.resolve()))).encode())
-    for file in files:
-        stat = file.stat()
+    for file, stat in files.items():
         identity.update(
             repr((str(file.relative_to(root)), stat.st_size, stat.st_mtime_ns)).encode()
         )
     name = root.stem if path else "standard-library"
     folder = Path(cache, f"{name}-{identity.hexdigest()[:16]}").absolute()
-    return Corpus(folder, files, name, vocab_size)
+    return Corpus(folder, tuple(files), name, vocab_size)
 
 
 def build(corpus: Corpus) -> None:
     """Build the corpus in a temporary folder and rename that at the end, so that a half-built
     corpus is never used.
 
-    Raises `ConfigError` where the sources hold fewer than two documents (one to train on, one to
-    validate on), where the cache cannot be written, and where the package `tokenizers` is not
-    installed.
+    Raises `ConfigError` where the sources cannot be read or hold fewer than two documents (one to
+    train on, one to validate on), where the cache cannot be written, and where the package
+    `tokenizers` is not installed.
     """
     if corpus.ready:
         return
@@ -105,43 +119,42 @@ def build(corpus: Corpus) -> None:
             f"data.path: to build a corpus, cp_ring needs the package tokenizers ({error}): pip "
             "install tokenizers transformers, or give datasets of Megatron (megatron.data_path)"
         ) from None
-    try:
-        corpus.folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".building-", dir=corpus.folder.parent))
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache {corpus.folder.parent}: the folder cannot be made: {error.strerror}"
-        ) from None
-    try:
-        work.chmod(0o755)
-        _build_in(work, corpus)
+    cache = corpus.folder.parent
+    with _named("data.cache", cache, "written"):
+        cache.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
         try:
-            work.rename(corpus.folder)
-        except OSError:
-            if not corpus.ready:  # otherwise another process published the same corpus first
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            work.chmod(0o755)
+            _build_in(work, corpus)
+            try:
+                work.rename(corpus.folder)
+            except OSError:
+                if not corpus.ready:  # otherwise another process made the same corpus first
+                    raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _build_in(work: Path, corpus: Corpus) -> None:
     print(f"cp_ring: {corpus.name}: training a tokenizer, then tokenizing", flush=True)
     documents = sampled = 0
     sample: list[str] = []
-    for text in _read_documents(corpus.files):
+    left_out: list[Path] = []
+    for text in _read_documents(corpus.files, left_out):
         documents += 1
         if sampled < TOKENIZER_DOCUMENTS_BYTES:
             sample.append(text)
             sampled += len(text)
+    lines = [f"{len(left_out)} file(s) left out, no UTF-8 text: first {x}" for x in left_out[:1]]
     if documents < 2:
-        raise ConfigError(
-            f"data.path: found {documents} document(s) with text, at least 2 are needed (one of "
-            "them to validate on)"
-        )
+        few = f"data.path: found {documents} document(s) with text, at least 2 are needed"
+        raise ConfigError("; ".join([f"{few} (one of them to validate on)", *lines]))
+    for line in lines:
+        print(f"cp_ring: {line}", flush=True)
     tokenizer = _train_tokenizer(sample, corpus.vocab_size)
     _save_tokenizer(tokenizer, work / "tokenizer")
     stride = min(documents, VALIDATION_STRIDE)
-    tokens = _tokenize(work, tokenizer, _read_documents(corpus.files), stride)
+    tokens = _tokenize(work, tokenizer, _read_documents(corpus.files, []), stride)
     summary = {
         "documents": documents,
         "tokens": tokens,
@@ -210,7 +223,8 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     network.
     """
     folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # its own method to save raises no OSError
+    (folder / "tokenizer.json").write_bytes(tokenizer.to_str(pretty=True).encode())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -230,20 +244,23 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
                 yield Path(folder, file)
 
 
-def _read_documents(files: Iterable[Path]) -> Iterator[str]:
-    """Yield the documents: one for each text file, one for each line of a .jsonl file. Files that
-    are not UTF-8 text are left out.
+def _read_documents(files: Iterable[Path], left_out: list[Path]) -> Iterator[str]:
+    """Yield the documents: one for each text file, one for each line of a .jsonl or .ndjson file.
+    Files that are not UTF-8 text are left out, and appended to `left_out`.
     """
     for file in files:
-        if file.suffix == ".jsonl":
-            yield from _json_lines(file)
-            continue
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip() and "\0" not in text:
-            yield text
+        with _named("data.path", file):
+            if file.suffix.lower() in (".jsonl", ".ndjson"):
+                yield from _json_lines(file)
+                continue
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError:
+                text = "\0"
+            if "\0" in text:
+                left_out.append(file)
+            elif text.strip():
+                yield text
 
 
 def _json_lines(file: Path) -> Iterator[str]:

@@ -2,11 +2,13 @@
 used.
 """
 
+import errno
 import json
 import os
 import shutil
 import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,6 +17,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.tools import corpus as corpora
 from cp_ring.tools import job as jobs
 from cp_ring.tools import train
+from tests.tools.test_bad_input import UNREADABLE
 
 
 def make(path, cache):
@@ -65,8 +68,9 @@ def test_folder_round_trip_and_split(folder, tmp_path):
     assert os.path.getsize(corpus.path("train") + ".bin") == 2 * summary["tokens"]["train"]
 
 
-def test_json_lines(tmp_path):
-    file = tmp_path / "data.jsonl"
+@pytest.mark.parametrize("name", ["data.jsonl", "data.JSONL", "data.ndjson"])
+def test_json_lines(tmp_path, name):
+    file = tmp_path / name
     file.write_text(
         "".join(json.dumps({"text": f"line {index}", "other": 1}) + "\n\n" for index in range(4))
     )
@@ -74,6 +78,24 @@ def test_json_lines(tmp_path):
     assert sorted(texts_of(corpus, "train") + texts_of(corpus, "valid")) == [
         f"line {index}" for index in range(4)
     ]
+
+
+def test_files_without_text_are_told_and_marks_of_utf_8_are_no_text(tmp_path, capsys):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, text in {"a": "one", "b": "\ufefftwo"}.items():
+        (source / f"{name}.txt").write_text(text)
+    (source / "c.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    (source / "d.jsonl.gz").write_bytes(b"\x1f\x8b\xff\x00")
+    (source / "e.txt").symlink_to("nowhere")
+    corpus = make(source, tmp_path / "cache")
+    assert texts_of(corpus, "train") + texts_of(corpus, "valid") == ["one", "two"]
+    line = f"2 file(s) left out, no UTF-8 text: first {source}/c.txt"
+    assert f"cp_ring: {line}\n" in capsys.readouterr().out
+    (source / "a.txt").unlink()
+    with pytest.raises(ConfigError, match="found 1 document") as rejected:
+        make(source, tmp_path / "cache")
+    assert str(rejected.value).endswith(line)
 
 
 def test_tokenizer_loads_in_megatron(folder, tmp_path):
@@ -154,10 +176,16 @@ def lines_of(text):
         (lines_of(b'{"text": 3}'), 'with a "text" key whose value is a string'),
         (lines_of(rb'{"text": "\ud800"}'), "value is a string of Unicode text"),
         (lines_of(b"[" * 100000), "line 1 is not a JSON object"),
+        (
+            lambda path: (path.mkdir(), (path / "a").symlink_to(UNREADABLE)),
+            "source/a: cannot be read: Input/output error",
+        ),
     ],
 )
 def test_rejections(tmp_path, make_source, words):
     make_source(tmp_path / "source")
+    if "cannot be read" in words:  # such a file is not empty
+        (tmp_path / "source" / "b.txt").write_text("text")
     with pytest.raises(ConfigError, match=words) as rejected:
         make(tmp_path / "source", tmp_path / "cache")
     assert "data.path" in str(rejected.value) and "\n" not in str(rejected.value)
@@ -166,9 +194,19 @@ def test_rejections(tmp_path, make_source, words):
 def test_cache_that_cannot_be_made(folder, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(
-        ConfigError, match=r"data\.cache .*file/cache: the folder cannot be made: Not a directory"
+        ConfigError, match=r"data\.cache .*file/cache: cannot be written: Not a directory"
     ):
         make(folder, tmp_path / "file" / "cache")
+
+
+def test_cache_that_is_full(folder, tmp_path, monkeypatch):
+    """However the tokens are written."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(corpora, "_tokenize", Mock(side_effect=full))
+    with pytest.raises(
+        ConfigError, match=r"data\.cache .*/cache: cannot be written: No space left"
+    ):
+        make(folder, tmp_path / "cache")
 
 
 def test_without_tokenizers_one_line_names_them(folder, tmp_path, monkeypatch):
