@@ -4,6 +4,7 @@ quick.
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from typing import Annotated
@@ -83,7 +84,7 @@ def flags() -> None:
     """List the flags that cp_ring adds to a script."""
     from cp_ring.megatron.options import Options
 
-    print(Options.help(), end="")
+    print(Options.help(), end="", flush=True)
 
 
 def main() -> None:
@@ -98,3 +99,8 @@ def main() -> None:
         for line in map(one_line, error.args):
             print(f"cp_ring: error: {line}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.filename or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stdout = sys.stderr  # what is left for it cannot be written at the end either
+        sys.exit(f"cp_ring: error: the output cannot be written: {error.strerror}")

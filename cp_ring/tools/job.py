@@ -107,7 +107,8 @@ class JobConfig:
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints: megatron.save if it is given."""
-        return Path(self.megatron.get("save") or f"{self.launch.run_dir}/checkpoints").absolute()
+        path = self.megatron.get("save") or f"{self.launch.run_dir}/checkpoints"
+        return Path(path).expanduser().absolute()
 
 
 SECTIONS: dict[str, type[Settings] | None] = {
@@ -135,17 +136,17 @@ def load(source: str, overrides: Sequence[str] = ()) -> JobConfig:
             )
         path = known[source]
     try:
-        settings = _parsed(path.read_text(errors="replace"), source) or {}
+        settings = _parsed(path.read_text(errors="replace"), source)
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{source}: needs the sections {', '.join(SECTIONS)}")
     for override in overrides:
         _apply_override(settings, override)
-    launch = settings.setdefault("launch", {})
-    if isinstance(launch, dict):
-        launch.setdefault("run_dir", f"runs/{path.stem}")
-    return validate(settings, source)
+    job = validate(settings, source)
+    # not among the settings, because another file that they are written to has a name of its own
+    launch = {"run_dir": f"runs/{path.stem}"} | settings.get("launch", {})
+    return replace(job, launch=LaunchConfig(**launch))
 
 
 def packaged() -> dict[str, Path]:
@@ -220,6 +221,8 @@ def _check(source: str, section: str, key: str, value: Any) -> None:
             kind.make(**{str(key): value})
         elif str(key).startswith("cp_ring"):
             raise ConfigError("it belongs in the section cp_ring")
+        elif key == "save" and not isinstance(value, str | None):
+            raise ConfigError(f"it must be text, not {value!r}")
         if (section, key, value) == ("cp_ring", "cpu", True):
             raise ConfigError("it follows from launch.device: set that")
     except ConfigError as error:

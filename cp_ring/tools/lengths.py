@@ -45,7 +45,7 @@ def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], st
 
 def _of_file(path: str) -> Ints:
     try:
-        numbers = np.array(Path(path).read_text().split(), np.int64)
+        numbers = np.array(Path(path).read_text(encoding="utf-8-sig").split(), np.int64)
     except (OSError, OverflowError, ValueError) as error:
         raise PlanError(
             f"--lengths {path}: neither lognormal:MEAN nor a file of whole numbers: {error}"

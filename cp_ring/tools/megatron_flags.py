@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from os.path import expanduser
 from typing import Any
 
 
@@ -11,9 +12,9 @@ def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]
     snake_case. The parser says what is wrong with them.
 
     A list becomes several values, or one, as in `128,0` or `[0,1]`, if the flag takes one. True
-    becomes a flag without a value, and None nothing. False becomes
-    nothing or, if Megatron has a negative flag (`--no-rope-fusion` for apply_rope_fusion), that
-    flag.
+    becomes a flag without a value, and None nothing. False becomes nothing or, if Megatron has a
+    negative flag (`--no-rope-fusion` for apply_rope_fusion), that flag. ~ at the start of a path
+    becomes the home directory, as by a shell.
     """
     known = parser._option_string_actions
     as_it_is = f"--{key}"
@@ -33,7 +34,7 @@ def words_of(parser: argparse.ArgumentParser, key: str, value: Any) -> list[str]
         return off[:1] or [flag] * (not switch)
     if value is None:
         return []
-    values = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    values = [*map(expanduser, map(str, value if isinstance(value, list) else [value]))]
     if len(values) > 1 and action is not None and action.nargs is None:
         text = ",".join(values)
         try:

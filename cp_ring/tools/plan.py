@@ -131,12 +131,13 @@ def plan_command(
             kind: recurrent_bytes(sizes, made) for kind, sizes in asked.recurrent.items()
         },
     }
-    emit(facts, as_json, lambda: _print(made, facts))
-    if draw:
+    if draw:  # first, because a reader of what is printed may end early
         from cp_ring.tools.draw import draw as draw_plan
 
         path = draw if Path(draw).suffix else f"{draw}.png"
         draw_plan(made, path, assumed)
+    emit(facts, as_json, lambda: _print(made, facts))
+    if draw:
         typer.echo(f"wrote {path}", err=as_json)
 
 
@@ -197,6 +198,7 @@ def _of_job(
     from cp_ring.megatron.flags.comm_types import specs
     from cp_ring.megatron.flags.layer_pattern import RECURRENT
     from cp_ring.megatron.flags.recurrent_choice import mixers
+    from cp_ring.megatron.validation import rejection
     from cp_ring.tools.job import load, megatron_flags, named_in
 
     loaded = load(job, overrides or ())
@@ -206,6 +208,8 @@ def _of_job(
         args, settings = megatron_flags(loaded, None, "cuda")[1], loaded.cp_ring
         asked = Arguments(args)
         tp, cp = asked.tp, asked.cp
+        if args.seq_length % (2 * cp) and (line := rejection(args, loaded.ranks)):
+            raise ConfigError(f"Megatron rejects it: {line}")
         near = node_size(range(0, tp * cp, tp), per_node)
         if settings.wire == "auto":
             settings = replace(settings, wire=fastest_wire(args, settings, near))

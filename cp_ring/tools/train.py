@@ -49,7 +49,7 @@ def train(
         command = jobs.build_command(job, here=not (dry_run or print_flags))
         log = Path() if dry_run else _prepare(job, command.corpus)
     if dry_run or print_flags:
-        print(command.as_shell_lines())
+        print(command.as_shell_lines(), flush=True)
         return 0
     if before := _last_step(job):
         say(f"resuming from step {before}")

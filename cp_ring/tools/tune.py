@@ -126,8 +126,7 @@ def tune_command(
     request = Request(gpus, node, memory * 1e9, lengths, tp, cp, pp)
     result = tune(jobs.load(job, overrides or []), request)
     title = f"{job} on {gpus} GPUs, rates of {device}: predicted, not measured"
-    emit(facts(result), as_json, lambda: _print(result, title))
-    if write:
+    if write:  # first, because a reader of what is printed may end early
         way, chosen = result.best[0]
         text = (
             f"# Made by cp-ring tune from {job}. The times that chose it are predicted, not "
@@ -137,6 +136,8 @@ def tune_command(
             Path(write).write_text(text)
         except OSError as error:
             raise ConfigError(f"--write {write}: cannot write: {error.strerror}") from None
+    emit(facts(result), as_json, lambda: _print(result, title))
+    if write:
         typer.echo(f"wrote {write}: {way.sizes.name}", err=as_json)
 
 
@@ -438,7 +439,11 @@ def facts(result: TuneResult) -> dict[str, Any]:
             "wire": way.attention.wire,
             "recompute": way.recompute,
             "tokens_per_s_per_gpu": tokens / way.step,
-            "exposed_s": sum(way.seconds[name] for name in way.seconds if "messages" in name),
+            "exposed_s": sum(
+                way.seconds[name]
+                for name in way.seconds
+                if "messages" in name or name == "attention waits"
+            ),
             "step_s": way.step,
             "seconds": way.seconds,
             "bytes": way.bytes,
@@ -462,7 +467,10 @@ def _print(result: TuneResult, title: str) -> None:
     typer.echo(title)
 
     def line(name: str, values: list[Any], unit: float) -> None:
-        cells = (f"{x / unit:,.2f}" if isinstance(x, float) else str(x) for x in values)
+        cells = (
+            f"{x / unit:{',.2f' if x >= unit else '.3g'}}" if isinstance(x, float) else str(x)
+            for x in values
+        )
         typer.echo(f"{name:<36}" + "".join(f"{cell:>14}" for cell in cells))
 
     for name, first in ways[0].items():

@@ -3,6 +3,7 @@ rank starts.
 """
 
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -49,6 +50,7 @@ TRAIN = [
     ("launch.max_restarts=-1", "known are run_dir, device, ranks"),
     ("launch.run_dir=[a]", "launch.run_dir: it must be text, not ['a']"),
     ("megatron.num_layers=null", "Megatron rejects it: either num-layers"),
+    ("megatron.save={a: 1}", "it must be text, not {'a': 1}"),
     ("megatron.x", "--set megatron.x | section.key=value"),
     ("=1", "--set =1 | section.key=value"),
     ("megatron.num_layers.deep=1", "megatron.num_layers.deep | unrecognized"),
@@ -67,6 +69,7 @@ OTHER_KEYS = (
 FILES = [
     ("a: [1,\nb: }", "not valid YAML"),
     ("- megatron", "needs the sections"),
+    ("# to do", "needs the sections"),
     ("megatrom:\n  num_layers: 1", "megatrom | megatron"),
     ("parallel: 4", "there is no section parallel: the file has"),
     ("megatron: 3", "megatron | 3"),
@@ -178,6 +181,18 @@ def test_usage(monkeypatch, capsys, line, words):
     *_, message = capsys.readouterr().err.splitlines()
     assert message.startswith(("cp_ring: error: ", "Error: "))
     named(message, words)
+
+
+@pytest.mark.parametrize("line", ["plan --cp 4 --seq-length 64k", "flags"])
+def test_a_full_disk_is_one_line(line):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cp_ring.tools", *line.split()],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    wanted = "cp_ring: error: the output cannot be written: No space left on device\n"
+    assert done.stderr == wanted
 
 
 @pytest.mark.parametrize(

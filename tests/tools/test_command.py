@@ -61,9 +61,12 @@ def job_of(tmp_path, data, *overrides):
         ({"moe_layer_freq": [0, 1, 1]}, ["--moe-layer-freq", "[0,1,1]"]),
         ({"recompute_modules": ["mlp", "moe"]}, ["--recompute-modules", "mlp", "moe"]),
         ({"exit_duration_in_mins": -1}, ["--exit-duration-in-mins=-1"]),
+        ({"load": "~/ck"}, ["--load", "/home/me/ck"]),
+        ({"data_path": ["~/a", "b"]}, ["--data-path", "/home/me/a", "b"]),
     ],
 )
-def test_settings_to_flags(parser, settings, line):
+def test_settings_to_flags(parser, monkeypatch, settings, line):
+    monkeypatch.setenv("HOME", "/home/me")
     assert [
         word for key, value in settings.items() for word in words_of(parser, key, value)
     ] == line

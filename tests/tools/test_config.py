@@ -53,8 +53,10 @@ def test_packaged_configurations_by_name():
 def test_tilde_is_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     job = config.load(
-        "quickstart", ["data.path=~/texts", "data.cache=~/cache", "launch.run_dir=~/run"]
+        "quickstart",
+        ["data.path=~/texts", "data.cache=~/cache", "launch.run_dir=~/run", "megatron.save=~/ck"],
     )
+    assert str(job.checkpoints) == f"{tmp_path}/ck"
     assert (job.data.path, job.data.cache, job.launch.run_dir) == (
         f"{tmp_path}/texts",
         f"{tmp_path}/cache",

@@ -72,7 +72,7 @@ def test_heads_inside_a_node_send_keys_once_to_each_other_node():
 def test_a_window_and_documents_of_a_file(tmp_path):
     assert sum(facts_of(f"{USUAL} --window 0")["work_per_rank"]) == 4096
     lengths = tmp_path / "lengths.txt"
-    lengths.write_text("1000 2000 1096")
+    lengths.write_text("\ufeff1000 2000 1096")
     facts = facts_of(f"--lengths {lengths} --cp 4")
     assert facts["n"] == 4096
     assert sum(facts["work_per_rank"]) == sum(n * (n + 1) // 2 for n in (1000, 2000, 1096))
@@ -193,6 +193,10 @@ def test_a_job_is_planned_as_its_ranks_plan_it():
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
         (f"{USUAL} --lengths lognormal:{10**20}", "give lognormal:MEAN"),
         ("quickstart --set megatron.foo=3", "quickstart: unrecognized arguments: megatron.foo 3"),
+        (
+            "quickstart --cp 3",
+            "quickstart: Megatron rejects it: seq-length should be a multiple of 2 * context",
+        ),
         (f"{USUAL} --draw plan.txt", "--draw plan.txt: cannot write: Format 'txt' is not"),
     ],
 )

@@ -3,9 +3,11 @@ Megatron accepts what it recommends.
 """
 
 import argparse
+import errno
 import json
 import shlex
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -265,6 +267,24 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     assert job.megatron["context_parallel_size"] == best["cp"]
     assert job.ranks == 4 and job.cp_ring.document_mask
     assert job.megatron["seq_length"] == 1024
+    assert job.launch.run_dir == "runs/my"
+    for way in found["best"]:
+        of_messages = sum(s for name, s in way["seconds"].items() if "messages" in name)
+        waits = way["seconds"]["attention waits"]
+        assert way["exposed_s"] == pytest.approx(of_messages + waits)
+    assert any(way["seconds"]["attention waits"] for way in found["best"])
+
+
+@pytest.mark.parametrize("command, option", [("tune", "--write"), ("plan", "--draw")])
+def test_files_are_written_before_a_reader_of_the_output_ends(
+    tmp_path, monkeypatch, command, option
+):
+    ended = Mock(side_effect=BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    monkeypatch.setattr(f"cp_ring.tools.{command}.emit", ended)
+    gpus = ["--gpus", "2"] if command == "tune" else []
+    words = [command, *tiny_words("llama3-8b-128k"), *gpus, option, f"{tmp_path}/x.svg"]
+    assert CliRunner().invoke(app, words).exit_code == 1
+    assert ended.called and (tmp_path / "x.svg").stat().st_size
 
 
 def test_the_table_and_its_notes():
@@ -278,6 +298,8 @@ def test_the_table_and_its_notes():
         "- assumed: a rank",
     ):
         assert words in done.output
+    [step] = [line for line in done.output.splitlines() if line.startswith("step, s")]
+    assert all(float(cell) > 0 for cell in step.split()[2:]), step
 
 
 @pytest.mark.parametrize(
