@@ -188,7 +188,7 @@ def test_a_step_launches_what_its_plan_says(clean, sm):
             assert found["merge"] <= len(part.hops) - 1
             assert found["sum"] <= 2 * stages and found["lse"] <= stages + 1
     if sm == 90:
-        expected = {"forward": 4, "merge": 3, "backward": 5, "sum": 7, "lse": 3}
+        expected = {"forward": 4, "merge": 1, "backward": 5, "sum": 7, "lse": 2}
         assert launches(clean(sm)[0], "one source a hop 2") == expected
 
 
