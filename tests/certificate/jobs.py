@@ -293,7 +293,7 @@ UNDRAWN = {
         "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --load "
         "--no-cp-ring-certify --save --use-checkpoint-args"
     ),
-    "of steps after the first": "--iterations-to-skip",
+    "of steps after the first": "--full-validation --iterations-to-skip",
     "of files": "--data-cache-path --data-path --tokenizer-model",
 }
 """Flags of the documentation that no right job draws, by the reason."""
