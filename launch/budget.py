@@ -99,7 +99,7 @@ SUMS = (
     room("ring 2: Megatron", 67_000, 68_880, _ADAPTER),
     room("ring 3: tools", 22_000, 22_740, "cp_ring/tools"),
     room("all", 196_000, 198_910, "cp_ring patches"),
-    room("tests", 220_000, 258_110, "tests"),
+    room("tests", 220_000, 258_250, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -43,6 +43,12 @@ def test_only_results_of_backward_wait_for_the_last_update():
         assert early.kept == late.kept == slice(0 if backward else 32, 64)
 
 
+def test_all_results_wait_for_one_update_where_that_takes_no_more_memory():
+    """At most three times the tokens, which a part and a running total in float32 take."""
+    parts = [[Partial.of([(0, 64)])]] * 4
+    assert [len(query_updates(parts[:count], 64, True)) for count in (3, 4)] == [1, 3]
+
+
 def test_only_backward_calls_are_cut():
     plan = Plan.build(Mask.full(CP * 16_384), Layout.zigzag(CP * 16_384, CP), schedule="gather")
     kernel = choose("cpu", device=CPU, dtype=torch.float32, d=8, e=8)

@@ -3,6 +3,7 @@ cp_ring it imports the adapter.
 """
 
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.attention import RingConfig, RingDotProductAttention
+from cp_ring.sharding import shard
 
 TOKENS, WIDTH = 64, 32
 
@@ -58,6 +60,11 @@ before = torch.cat([weight.detach().flatten() for weight in layer(1).parameters(
 one, ring = step(layer(1), *whole), step(layer(cp, schedule="ring", num_slots=3), *part)
 assert (one - before).norm() > 0.1, "nothing was trained"
 torch.testing.assert_close(ring, one, rtol=1e-5, atol=1e-6)
+shard(whole[0], "contiguous", parallel_state.get_context_parallel_group(), dim=0)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    layer(cp)(part[0], attention_mask=None)
+assert any("but layer 1 has Layout.zigzag" in str(each.message) for each in warned), warned
 for values, line in (
     ({"layout": "contiguous"}, "its RingConfig has the layout contiguous, but rotary embeddings"),
     ({"layout": "zigzug"}, "layout must be 'zigzag', "),
