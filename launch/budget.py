@@ -60,7 +60,7 @@ ROOMS = (
     room("plans and proofs", 40_000, 40_000, "cp_ring/plan cp_ring/memory.py"),
     room("kernels", 16_500, 16_570, "cp_ring/kernels"),
     room("messages", 12_500, 12_570, "cp_ring/comm"),
-    room("merges and sums", 5_300, 5_400, "cp_ring/ops"),
+    room("merges and sums", 5_300, 5_790, "cp_ring/ops"),
     room("recurrent layers", 5_500, 5_520, "cp_ring/recurrent"),
     room("observation", 4_500, 4_510, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 10_070, "cp_ring/integrations cp_ring/testing"),
@@ -95,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 107_300, _LIBRARY),
+    room("ring 1: the library", 107_000, 107_690, _LIBRARY),
     room("ring 2: Megatron", 67_000, 68_880, _ADAPTER),
     room("ring 3: tools", 22_000, 22_740, "cp_ring/tools"),
-    room("all", 196_000, 198_910, "cp_ring patches"),
-    room("tests", 220_000, 258_250, "tests"),
+    room("all", 196_000, 199_300, "cp_ring patches"),
+    room("tests", 220_000, 259_010, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from cp_ring.runtime import RUNTIME
 
 MAX_PARTS = 4
 """The most parts of an update, as `cp_ring.plan.updates` makes them."""
@@ -34,6 +37,51 @@ def tokens_of(x: Tensor, dim: int) -> Tokens:
         x = x.contiguous()
         strides = x.stride()
     return Tokens(x, strides[dim], strides[1 - dim], strides[2], x.shape[-1])
+
+
+def block_size(size: int) -> int:
+    """Return the least power of two that is not below `size`. Triton's own function takes the host
+    longer than a launch.
+    """
+    return 1 << (size - 1).bit_length()
+
+
+_compiled: dict[tuple[Any, ...], Any] = RUNTIME.of_process({})
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    tokens: Sequence[Tokens],
+    others: Sequence[Tensor],
+    numbers: int = 0,
+    **constants: Any,
+) -> None:
+    """Launch a Triton function with `args` and `constants`, in its order. Among the arguments are
+    `tokens` and `others`, and as the last one the only number that is specialized; no other one is
+    above `numbers`.
+
+    Triton looks at every argument to find the compiled kernel, which takes the host longer than the
+    launch. If all addresses, strides and sizes are divisible by 16, it finds the same kernel for
+    the same dtypes and constants, which is then launched at once.
+    """
+    bits, kind = numbers & -16, [id(function), others[0].device, args[-1], *constants.values()]
+    for x, q, b, h, size in tokens:
+        bits |= x.data_ptr() & 15 | q | b | h | size
+        kind.append(x.dtype)
+    for x in others:
+        bits |= x.data_ptr() & 15
+        kind.append(x.dtype)
+    even, key = not bits & 15 and bits < 2**31, tuple(kind)
+    if even and (known := _compiled.get(key)):
+        known[grid](*args, *constants.values())
+        return
+    # To have few registers ptxas would spill: on sm_80 those of a merge, on sm_100 those of a sum
+    # of three parts. A limit of all lets it take what it needs.
+    compiled = function[grid](*args, **constants, maxnreg=255)
+    if even and compiled:  # Triton's interpreter has none
+        _compiled[key] = compiled
 
 
 @triton.jit

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from cp_ring.ops.blocks_triton import (
     MAX_PARTS,
+    Tokens,
     block_of,
+    block_size,
+    launch,
     load_tokens,
     places_in_part,
     store_tokens,
@@ -27,8 +30,8 @@ are 1 or divisible by 16, and always does so for numbers in a tuple.
 
 @triton.jit(do_not_specialize=_VARYING)
 def _merge(
-    table, kept, running, result, lse, outs, lses, heads, lse_b, lse_h,
-    b0, h0, q0, b1, h1, q1, b2, h2, q2, b3, h3, q3,
+    table, kept, running, result, lse, outs, lses, lse_b, lse_h,
+    b0, h0, q0, b1, h1, q1, b2, h2, q2, b3, h3, q3, heads,
     PARTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """One program merges the parts of one block of the table, for one head. `b0` to `q3` are the
@@ -79,11 +82,13 @@ def merge(
     table = segments.blocks.on(result.device)
     kept = 0 if running is result else segments.kept.start
     (b, _, heads, size), total = running.shape, tokens_of(running, 1)
-    of_lses = [stride for x in lses for stride in x.stride()]
-    # As in `sums_triton.add`: ptxas would spill to have 80 registers on sm_80.
-    _merge[(len(table) * heads, b)](
-        table, kept, total, total._replace(x=result), lse,
-        tuple(tokens_of(out, 1) for out in outs), tuple(lses),
-        heads, *lse.stride()[:2], *of_lses, *[0] * (3 * MAX_PARTS - len(of_lses)),
-        PARTS=len(outs), BLOCK_Q=BLOCK_Q, BLOCK_E=triton.next_power_of_2(size), maxnreg=255,
+    complete, merged = Tokens(result, *total[1:]), [tokens_of(out, 1) for out in outs]
+    strides = [stride for x in lses for stride in x.stride()]
+    lse_b, lse_h, _ = lse.stride()
+    launch(
+        _merge, (table.size(0) * heads, b, 1),
+        (table, kept, total, complete, lse, tuple(merged), tuple(lses), lse_b, lse_h,
+         *strides, *[0] * (3 * MAX_PARTS - len(strides)), heads),
+        [total, complete, *merged], [table, lse, *lses], max(lse_b, *strides),
+        PARTS=len(outs), BLOCK_Q=BLOCK_Q, BLOCK_E=block_size(size),
     )  # fmt: skip

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cp_ring.ops.blocks_triton import (
+    Tokens,
     block_of,
+    block_size,
+    launch,
     load_tokens,
     places_in_part,
     store_tokens,
@@ -50,14 +54,16 @@ def add(
     strides are equal.
     """
     table = segments.blocks.on(results[0].device)
-    kept = 0 if running[0] is results[0] else segments.kept.start
-    stored = tuple(tokens_of(x, dim) for x in running)
-    complete = tuple(of._replace(x=x) for of, x in zip(stored, results, strict=True))
+    stored = complete = tuple([tokens_of(x, dim) for x in running])
+    kept = 0
+    if running[0] is not results[0]:
+        kept = segments.kept.start
+        complete = tuple([Tokens(x, *of[1:]) for of, x in zip(stored, results, strict=True)])
+    added = tuple([tuple([tokens_of(x, dim) for x in part]) for part in parts])
     b, (heads, _) = parts[0][0].shape[1 - dim], parts[0][0].shape[2:]
-    # On sm_100 ptxas would spill three parts to have 48 registers; a limit of all leaves it 64.
-    _add[(len(table) * heads, b, len(stored))](
-        table, kept, stored, complete,
-        tuple(tuple(tokens_of(x, dim) for x in part) for part in parts), heads,
-        PARTS=len(parts), BLOCK_Q=BLOCK_Q, maxnreg=255,
-        BLOCKS_D=tuple(triton.next_power_of_2(of.size) for of in stored),
+    launch(
+        _add, (table.size(0) * heads, b, len(stored)),
+        (table, kept, stored, complete, added, heads),
+        [*stored, *complete, *chain(*added)], [table],
+        PARTS=len(parts), BLOCK_Q=BLOCK_Q, BLOCKS_D=tuple([block_size(of.size) for of in stored]),
     )  # fmt: skip

@@ -64,20 +64,33 @@ class Accesses(TorchDispatchMode):
 def recorded():
     """In the block, accesses of torch's operators and of Triton's functions are in the log."""
     try:
+        from triton.compiler import CompiledKernel
         from triton.runtime.jit import JITFunction
     except ImportError:
         with Accesses():
             yield
         return
-    run = JITFunction.run
+    run, launcher = JITFunction.run, CompiledKernel.__getitem__
 
+    # a schema of these does not exist: they may write whatever they are given
     def launch(self, *args, **kwargs):
         done = run(self, *args, **kwargs)
-        # a schema of these does not exist: they may write whatever they are given
         _write(self.__name__, [], [], _on_device((args, kwargs)))
         return done
 
-    with mock.patch.object(JITFunction, "run", launch), _of_transformer_engine(), Accesses():
+    def launch_again(self, grid):
+        def launched(*args):
+            launcher(self, grid)(*args)
+            _write(self.name, [], [], _on_device(args))
+
+        return launched
+
+    with (
+        mock.patch.object(JITFunction, "run", launch),
+        mock.patch.object(CompiledKernel, "__getitem__", launch_again),
+        _of_transformer_engine(),
+        Accesses(),
+    ):
         yield
 
 

@@ -3,14 +3,18 @@
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.jit import JITFunction
 
 import cp_ring
-from cp_ring.ops import merge_triton, sums_triton
+from cp_ring.ops import blocks_triton, merge_triton, sums_triton
 from cp_ring.ops.segments import Segments
 from cp_ring.plan.sizes.device_rates import NAMED, running
 from tests.fakegpu.accesses import mark, note, recorded
@@ -75,13 +79,40 @@ def attend(tokens=256, sizes=(4, 2, 64, 64), sink=False, latent=0, **options):
         torch.autograd.grad(out, leaves, torch.empty_like(out))
 
 
+class Launched(NamedTuple):
+    looks: int  # Triton's, at all arguments
+    arguments: list  # of its launcher, tensors by address
+
+
+def _launched(function, arguments):
+    run, launcher, looks, given = JITFunction.run, CudaLauncher.__call__, [], []
+
+    def look(*args, **more):
+        looks.append(args)
+        return run(*args, **more)
+
+    def launch(self, *args):
+        for x in tree_leaves(args):
+            if isinstance(x, torch.Tensor | int):
+                given.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
+        launcher(self, *args)
+
+    with (
+        mock.patch.object(JITFunction, "run", look),
+        mock.patch.object(CudaLauncher, "__call__", launch),
+    ):
+        function(*arguments)
+    return Launched(len(looks), given)
+
+
 def _empty(*shape):
     return torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
 def fused(folder, sizes, dtypes, skipped=0, registers=None):
     """Writes the PTX of all variants of merge and sum that calls with these head sizes and dtypes of
-    tensors launch, as <function>-<parts>-<size>-<dtype>-<dtype of the running sum>.ptx.
+    tensors launch, as <function>-<parts>-<size>-<dtype>-<dtype of the running sum>.ptx. Each is
+    launched twice; aligned, the second time without Triton's look at all arguments.
 
     Faults: partial results begin `skipped` numbers after an aligned address, and kernels have so
     many `registers`.
@@ -108,7 +139,9 @@ def fused(folder, sizes, dtypes, skipped=0, registers=None):
         for function, (module, arguments) in calls.items():
             jit = getattr(module, f"_{function}")
             jit.device_caches.clear()
-            getattr(module, function)(*arguments)
+            blocks_triton._compiled.clear()
+            first, again = (_launched(getattr(module, function), arguments) for _ in range(2))
             (kernel,) = jit.device_caches[0][0].values()
+            assert first.looks == 1 and again == (skipped or 0, first.arguments)
             path = Path(folder) / f"{function}-{parts}-{size}-{name}-{total or name}.ptx"
             path.write_text(kernel.asm["ptx"])

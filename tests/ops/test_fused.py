@@ -119,3 +119,55 @@ def specialization(monkeypatch, name, parts, tokens, size=128):
         module.add(segments, [[out]] * parts, [out.float()], [out], 1)
     monkeypatch.undo()
     return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    "change, looks",
+    [
+        ({}, 1),
+        ({"tokens": 7}, 1),
+        ({"heads": 4}, 2),
+        ({"PARTS": 2}, 2),
+        ({"dtype": torch.float16}, 2),
+        ({"other": torch.float64}, 2),
+        # two each: these are not kept
+        ({"size": 72}, 3),
+        ({"first": 1}, 3),
+        ({"other_first": 1}, 3),
+        ({"numbers": 2**31}, 3),
+    ],
+)
+def test_a_kernel_is_launched_again_only_for_what_it_was_compiled_for(change, looks):
+    from cp_ring.ops.blocks_triton import launch, tokens_of
+
+    class Kernel:
+        """A Triton function, and what it is compiled to."""
+
+        def __init__(self, again):
+            self.again, self.given = again, []
+
+        def __getitem__(self, grid):
+            def launched(*args, **constants):
+                self.given.append((grid, args[-1], *constants))
+                return self.again
+
+            return launched
+
+    compiled = Kernel(None)
+    function = Kernel(compiled)
+
+    def call(tokens=100, heads=8, size=128, first=0, other_first=0, numbers=5,
+             dtype=torch.bfloat16, other=torch.float32, **constants):  # fmt: skip
+        x = torch.empty(1, tokens, heads, size + first, dtype=dtype)[..., first:]
+        lse = torch.empty(101, dtype=other)[other_first:]
+        launch(function, (tokens, 1, 1), (x, lse, heads), [tokens_of(x, 1)], [lse], numbers,
+               **{"PARTS": 1} | constants)  # fmt: skip
+        return tokens, 1, 1
+
+    call()
+    grids = [call(**change) for _ in range(2)]
+    again = 3 - looks
+    assert len(function.given) == looks and len(compiled.given) == again
+    # the constants come last, by their place
+    assert compiled.given[:again] == [(grid, change.get("PARTS", 1)) for grid in grids[2 - again :]]
