@@ -233,7 +233,11 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
     if root.is_file():
         yield root
         return
-    for folder, names, files in os.walk(root):
+
+    def fail(error: OSError) -> None:  # else a folder that cannot be read is left out
+        raise error
+
+    for folder, names, files in os.walk(root, onerror=fail):
         names[:] = [
             name
             for name in names

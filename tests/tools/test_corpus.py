@@ -191,6 +191,20 @@ def test_rejections(tmp_path, make_source, words):
     assert "data.path" in str(rejected.value) and "\n" not in str(rejected.value)
 
 
+def test_a_folder_that_cannot_be_read_is_not_left_out(folder, tmp_path, monkeypatch):
+    closed, listed = folder / "closed", os.scandir
+    closed.mkdir()
+
+    def scandir(path):
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"data\.path .*/closed: cannot be read: Permission"):
+        make(folder, tmp_path / "cache")
+
+
 def test_cache_that_cannot_be_made(folder, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(
