@@ -77,8 +77,8 @@ def skipped_steps(args: Asked, options: Options) -> str | None:
     skips = args.iterations_to_skip and args.dataloader_inter_document_masking and args.cp > 1
     if skips and not options.named_layout.weighs:
         return (
-            f"--iterations-to-skip with {flag}: a skipped step splits each document evenly: give "
-            "--cp-ring-layout balanced"
+            f"--iterations-to-skip with {flag}: Megatron would cut each document of a skipped step "
+            "into 2 * cp equal parts: give --cp-ring-layout balanced"
         )
     return None
 
