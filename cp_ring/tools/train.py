@@ -5,6 +5,7 @@ person needs. A log file gets all output.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
@@ -12,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, TextIO
@@ -44,20 +45,22 @@ def train(
     dry_run: checks the job and prints its command line. print_flags: prepares it too. All checks
     come before a rank starts. Raises `ConfigError`.
     """
-    with contextlib.redirect_stdout(sys.stderr):
-        job = jobs.load(source, overrides)
-        command = jobs.build_command(job, here=not (dry_run or print_flags))
-        log = Path() if dry_run else _prepare(job, command.corpus)
-    if dry_run or print_flags:
-        print(command.as_shell_lines(), flush=True)
-        return 0
-    if before := _last_step(job):
-        say(f"resuming from step {before}")
-    say(
-        f"the output of all ranks goes to {log}; Ctrl-C saves and ends, a second one ends without "
-        "saving"
-    )
-    code = run(command, log)
+    with contextlib.ExitStack() as until_end:
+        with contextlib.redirect_stdout(sys.stderr):
+            job = jobs.load(source, overrides)
+            command = jobs.build_command(job, here=not (dry_run or print_flags))
+            runs = None if print_flags else until_end
+            log = Path() if dry_run else _prepare(job, command.corpus, runs)
+        if dry_run or print_flags:
+            print(command.as_shell_lines(), flush=True)
+            return 0
+        if before := _last_step(job):
+            say(f"resuming from step {before}")
+        say(
+            f"the output of all ranks goes to {log}; Ctrl-C saves and ends, a second one ends "
+            "without saving"
+        )
+        code = run(command, log)
     if saved := _last_step(job):
         say(
             f"step {saved}: checkpoints and tensorboard are in "
@@ -66,16 +69,42 @@ def train(
     return code
 
 
-def _prepare(job: jobs.JobConfig, corpus: Corpus | None) -> Path:
-    """Make the run directory and build the corpus, unless they exist. Return the log file of a new
-    start.
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other jobs out of a run directory, whose checkpoints both would write. Raises
+    `ConfigError` if there is one.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"launch.run_dir {folder}: another job is running there: end it, or give another "
+                "launch.run_dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
-    Raises `ConfigError` if the run has checkpoints that were trained on another corpus.
+
+def _prepare(
+    job: jobs.JobConfig, corpus: Corpus | None, runs: contextlib.ExitStack | None = None
+) -> Path:
+    """Make the run directory and build the corpus, unless they exist. Return the log file of a new
+    start. If the job `runs`, it keeps others out of the directory while that context lasts.
+
+    Raises `ConfigError` if another job is running there, or if the run has checkpoints that were
+    trained on another corpus.
     """
     folder = Path(job.launch.run_dir)
     log = folder / "logs" / f"train-{time.strftime('%Y%m%d-%H%M%S')}.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
+        if runs:
+            runs.enter_context(_alone(folder))
         if corpus is None:
             return log
         from cp_ring.tools import corpus as corpora

@@ -70,7 +70,9 @@ def closing(folder, step):
 
 
 def interrupted(folder, settings):
-    """Ctrl-C after step 3 of a job: its exit code, both outputs, and the processes that are left."""
+    """Ctrl-C after step 3 of a job, and a second job in its directory before: the exit code of the
+    first, both of its outputs, the processes that are left, and what came of the second.
+    """
     shown = []
     with (folder / "told").open("w") as told, subprocess.Popen(
         line(settings), cwd=folder, stdout=subprocess.PIPE, stderr=told, text=True,
@@ -82,19 +84,20 @@ def interrupted(folder, settings):
         while job.poll() is None and not any("step 3/" in text for text in shown):
             assert time.monotonic() < end
             time.sleep(0.05)
+        second = train(folder, settings)
         processes = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, signal.SIGINT)
         job.wait(timeout=LIMIT_S)
         reader.join()
     running = [process for process in processes if process.is_running()]
     left = [each for each in running if each.status() != psutil.STATUS_ZOMBIE]
-    return job.returncode, "".join(shown), (folder / "told").read_text(), left
+    return job.returncode, "".join(shown), (folder / "told").read_text(), left, second
 
 
 @pytest.mark.ci
 def test_a_new_user(folder):
     """Train, end with Ctrl-C, and go on at another size to the end."""
-    code, shown, told, left = interrupted(
+    code, shown, told, left, second = interrupted(
         folder,
         TINY
         | {
@@ -109,6 +112,11 @@ def test_a_new_user(folder):
     )
     assert code == 128 + signal.SIGINT, shown + told
     assert not left and "Traceback" not in shown
+    assert second.returncode == 2
+    assert second.stderr.splitlines()[-1] == (
+        "cp_ring: error: launch.run_dir out: another job is running there: end it, or give another "
+        "launch.run_dir"
+    )
     saved = int((folder / "out/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert saved >= 3 and [*steps(shown)] == [*range(1, saved + 1)]
     assert len(re.findall(r"^step \d+/100000 \| ms \S+ \|", shown, re.MULTILINE)) == saved
