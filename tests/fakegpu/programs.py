@@ -92,9 +92,8 @@ def _launched(function, arguments):
         return run(*args, **more)
 
     def launch(self, *args):
-        for x in tree_leaves(args):
-            if isinstance(x, torch.Tensor | int):
-                given.append(x.data_ptr() if isinstance(x, torch.Tensor) else x)
+        leaves = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor | int)]
+        given.extend(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in leaves)
         launcher(self, *args)
 
     with (
