@@ -13,7 +13,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from cp_ring.errors import ConfigError, PlanError
 from cp_ring.megatron.adapter import compat
-from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan, PlannedBatch, recording
+from cp_ring.megatron.adapter.ahead import LAYERS, LayerPlan, PlannedBatch
 from cp_ring.megatron.adapter.config import RingConfig, in_force, use
 from cp_ring.megatron.adapter.documents import (
     ALONE,
@@ -139,9 +139,11 @@ class _Planning:
         if get_worker_info() is None or not isinstance(batch, dict):
             return batch
         planned = PlannedBatch(batch)
-        with recording() as planned.made, suppress(ConfigError, PlanError):
+        planned.made = {}
+        with suppress(ConfigError, PlanError):
             for layer in LAYERS:
                 if (documents := _documents_in(batch, layer.cp)) is not None:
+                    planned.made[documents.key] = documents
                     documents.rank_plan(layer.rank, layer.window, layer.causal, layer.spec)
         return planned
 

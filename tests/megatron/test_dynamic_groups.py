@@ -225,7 +225,7 @@ def dynamic(group, fault=False):
         program(4, hybrid=True, packed=True, debug=True),
         faults.planted("packed documents in order" if fault else ""),
     ):
-        of_offsets.__wrapped__.cache_clear()
+        of_offsets.cache_clear()
         model = build(4, "window")
         config = copy.copy(model.config)
         config.sequence_packing_scheduler = "default_dynamic_cp"
@@ -235,7 +235,7 @@ def dynamic(group, fault=False):
             forward_step_func=step_into(done, read), data_iterator=data, model=model, num_microbatches=count,
             seq_length=LONGEST, micro_batch_size=1,
         )  # fmt: skip
-        of_offsets.__wrapped__.cache_clear()
+        of_offsets.cache_clear()
         return of_all_ranks(done, model), {size for *_, size in done}
 
 

@@ -1,15 +1,13 @@
 """Lets workers of a data loader make what layers need of a microbatch, its layout and its proven
 plans, so that training does not wait for them.
 
-A worker makes them after it has collated the samples, and sends them with the batch. Where the
-batch arrives, the functions that are `cached` find them.
+A worker makes them after it has collated the samples, and sends them with the batch. They wait
+where the batch arrives until the first layer takes them.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,8 @@ from cp_ring.plan.plan import PlanSpec
 from cp_ring.runtime import RUNTIME
 
 MOST = 64  # results that wait here: more than there are microbatches between workers and layers
-Results = dict[tuple[str, Hashable], Any]
+Results = dict[Hashable, Any]
+"""The documents of microbatches, with their plans, by what they are made of."""
 
 
 @dataclass(frozen=True)
@@ -37,48 +36,12 @@ LAYERS: set[LayerPlan] = RUNTIME.keep(set())
 """The kinds of the layers of the model, which workers know if it is built before they start."""
 
 _arrived: Results = RUNTIME.keep({})
-_recorded: list[Results] = RUNTIME.keep([])
-_shared: set[tuple[str, Hashable]] = RUNTIME.keep(set())
-
-
-def cached[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """A `RUNTIME.cache` of a function, which also returns what a worker has made for the same
-    arguments.
-    """
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        @RUNTIME.cache(maxsize)
-        @functools.wraps(function)
-        def stored(*args: Hashable) -> Any:
-            key = function.__name__, args
-            return _arrived.pop(key) if key in _arrived else function(*args)
-
-        @functools.wraps(stored)
-        def find(*args: Hashable) -> T:
-            result: T = stored(*args)
-            # also what a worker had stored: training may have forgotten it
-            for made in _recorded:
-                made[function.__name__, args] = result
-            return result
-
-        return find
-
-    return decorate
-
-
-@contextmanager
-def recording() -> Iterator[Results]:
-    """Record the results of calls of `cached` functions."""
-    _recorded.append({})
-    try:
-        yield _recorded[-1]
-    finally:
-        _recorded.pop()
+_shared: set[Hashable] = RUNTIME.keep(set())
 
 
 class PlannedBatch(dict[str, Any]):
     """A batch with the results of a worker, which arrives in another process without them: as a
-    dict, while they wait in `cached` functions.
+    dict, while they wait for `take`.
     """
 
     made: Results
@@ -92,8 +55,13 @@ def _arrive(batch: dict[str, Any], made: Results) -> dict[str, Any]:
     return batch
 
 
+def take(key: Hashable) -> Any:
+    """Return what another process has made of `key`, once; None if it has made nothing."""
+    return _arrived.pop(key, None)
+
+
 def receive(made: Results) -> None:
-    """Keep results of another process until `cached` functions are asked for them."""
+    """Keep results of another process until they are taken."""
     _arrived.update(made)
     while len(_arrived) > MOST:
         del _arrived[next(iter(_arrived))]

@@ -8,6 +8,7 @@ stage, in any order of microbatches, and when activations are recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_ring.errors import ConfigError
-from cp_ring.megatron.adapter.ahead import cached
+from cp_ring.megatron.adapter.ahead import take
 from cp_ring.megatron.adapter.config import RingConfig, Split, in_force
 from cp_ring.megatron.adapter.microbatch_mask import MicrobatchMask
 from cp_ring.plan import ranges
@@ -28,10 +29,15 @@ from cp_ring.plan.ranges import Ints
 from cp_ring.runtime import RUNTIME
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(MicrobatchMask):
     """The documents of a microbatch. Tokens outside all documents are padding, which sees nothing
     and which nothing sees.
+
+    key: what they are made of, by which training finds those that a worker has made.
     """
+
+    key: Hashable = None
 
     @classmethod
     def in_rows(cls, cu_seqlens: Ints, batch: int, cp: int, split: Split = Split()) -> Documents:
@@ -231,14 +237,17 @@ def _common_offsets(packed: Any, *names: str) -> Ints | None:
     return ranges.offsets(offsets, f"packed_seq_params: {names[0]}")
 
 
-@cached(maxsize=64)
+@RUNTIME.cache(maxsize=64)
 def of_offsets(
     real: bytes, padded: bytes, cp: int, split: Split | None, batch: int = 1
 ) -> Documents:
     """Return the documents of checked int64 offsets, without and with padding. `split` splits each
     batch row; without it each document is split separately. The cache holds far more entries than
-    there are microbatches in flight.
+    there are microbatches in flight. Those that a worker has made are taken from there.
     """
+    key = real, padded, cp, split, batch
+    if arrived := take(key):
+        return arrived
     starts = np.frombuffer(padded, np.int64)
     length = np.diff(np.frombuffer(real, np.int64))
     n = int(starts[-1]) // batch
@@ -255,7 +264,7 @@ def of_offsets(
     edges = np.append(np.stack([starts[:-1], starts[:-1] + length], axis=1), layout.n)
     mask = Mask.documents(edges, False)
     seen = np.isin(mask.pieces.q0, starts[:-1][length > 0])
-    return Documents(replace(mask, pieces=mask.pieces[seen]), layout, batch)
+    return Documents(replace(mask, pieces=mask.pieces[seen]), layout, batch, key=key)
 
 
 _read: WeakTensorKeyDictionary = RUNTIME.keep(WeakTensorKeyDictionary())
@@ -274,7 +283,7 @@ def offsets_on_cpu(offsets: torch.Tensor) -> Ints:
     if offsets.device.type == "cpu" or offsets.is_inference():
         return _values(offsets)
     version, values = _read.get(offsets, (-1, None))
-    if values is None or version != offsets._version:
+    if version != offsets._version:
         version, values = _read[offsets] = offsets._version, _values(offsets)
     return values
 
