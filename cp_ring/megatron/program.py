@@ -79,8 +79,6 @@ def arguments_of(config: Any) -> argparse.Namespace:
         "micro_batch_size": program.micro_batch_size,
         "sft": program.packed,
         "num_experts": config.num_moe_experts,
-        # the configuration has already filled in its number of key/value heads
-        "group_query_attention": True,
         "position_embedding_type": "rope",
         "reset_attention_mask": False,
         "skip_train": program.microbatch == DRAWN,

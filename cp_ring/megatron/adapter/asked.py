@@ -37,6 +37,15 @@ class Asked:
         """Return the context-parallel size."""
         return self.context_parallel_size or 1
 
+    @property
+    def key_heads(self) -> int | None:
+        """Return the number of key/value heads of a layer. Arguments hold it only with
+        --group-query-attention, a configuration always.
+        """
+        if self.multi_latent_attention or self.group_query_attention is False:
+            return self.num_attention_heads
+        return self.num_query_groups or self.num_attention_heads
+
     def first(self, *names: str) -> str:
         """Return the flag of the first of these arguments that is given, or ""."""
         return next((_flag(name) for name in names if getattr(self, name)), "")

@@ -61,9 +61,8 @@ def spec_of_layer(
                 "out one of the two"
             )
         schedule = "gather"
-    sizes = asked.hierarchical_context_parallel_sizes
     of_kind = {"p2p": heads, "all_gather": 1, "a2a": cp}
-    members = of_kind.get(kind) or _first_of(sizes, cp)
+    members = of_kind.get(kind) or _first_of(asked.hierarchical_context_parallel_sizes, cp)
     _check_heads(kind, members, asked, tp)
     schedule = schedule if members < cp else "auto"
     try:
@@ -97,9 +96,7 @@ def known(kind: str) -> str:
 def _check_heads(kind: str, members: int, model: Asked, tp: int) -> None:
     """Raise `ConfigError` unless the members can exchange the heads of a tensor-parallel rank."""
     heads = model.num_attention_heads
-    key_heads = model.num_query_groups
-    if model.multi_latent_attention or not key_heads or model.group_query_attention is False:
-        key_heads = heads
+    key_heads = model.key_heads
     if kind == "p2p":
         named = f"--cp-ring-heads {members}"
         other = "--cp-ring-heads 1"

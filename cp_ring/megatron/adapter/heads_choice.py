@@ -40,9 +40,7 @@ def with_choice(
         return spec
     from cp_ring.megatron.adapter.attention_sizes import attention_sizes  # few groups span nodes
 
-    # a configuration always has numbers of key/value heads, and has no name for that
-    values = {"group_query_attention": True, **vars(config)}
-    sizes = replace(attention_sizes(values, tp), batch=1)
+    sizes = replace(attention_sizes(config, tp), batch=1)
     return replace(spec, choice=Conditions(sizes, node=near))
 
 
