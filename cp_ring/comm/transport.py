@@ -31,8 +31,8 @@ class MessageBatch:
     it moves.
 
     `ranks[peer]` is the rank of a transfer's peer in the whole job. If `ranks` is empty, the peer
-    is that rank itself. `gradients` are the numbers of the first sends and receives that are those
-    of gradients which leave with these keys.
+    is that rank itself. `gradients` is the number of the first sends that are those of gradients
+    which leave with these keys.
     """
 
     sends: Sequence[tuple[Transfer, Buffer]]
@@ -40,7 +40,7 @@ class MessageBatch:
     kind: str = "keys"
     hop: int = 0
     ranks: Sequence[int] = ()
-    gradients: tuple[int, int] = (0, 0)
+    gradients: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.receives)
@@ -103,9 +103,10 @@ class Joining:
             return self._held
         if (first := self._held.batch) is None:
             return self._transport.post(batch)
-        counts = len(first.sends), len(first.receives)
         sends, receives = [*first.sends, *batch.sends], [*first.receives, *batch.receives]
-        return self._post(MessageBatch(sends, receives, batch.kind, batch.hop, gradients=counts))
+        return self._post(
+            MessageBatch(sends, receives, batch.kind, batch.hop, gradients=len(first.sends))
+        )
 
     def leave(self) -> None:
         """Post the gradients that are held, if there are any."""
@@ -257,13 +258,7 @@ def messages(transfers: Sequence[tuple[Transfer, Buffer]]) -> _Messages:
 def count(batch: MessageBatch) -> None:
     """Add a batch to the counters that are recording."""
     for counters in recording():
-        sends, receives = batch.gradients
-        for kind, sent, received in (
-            ("gradients", batch.sends[:sends], batch.receives[:receives]),
-            (batch.kind, batch.sends[sends:], batch.receives[receives:]),
-        ):
-            counters.add(
-                kind,
-                [(peer, part.nbytes) for peer, part in messages(sent)],
-                sum(part.nbytes for _, part in messages(received)),
-            )
+        first = batch.gradients
+        for kind, sent in (("gradients", batch.sends[:first]), (batch.kind, batch.sends[first:])):
+            for peer, part in messages(sent):
+                counters.add(kind, peer, part.nbytes)

@@ -19,25 +19,18 @@ class Counters:
     """
 
     messages_sent: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
     hops: int = 0
     slots_alive: int = 0
     slots_peak: int = 0
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_by_peer: dict[int, int] = field(default_factory=dict)
 
-    def add(self, kind: str, sent: list[tuple[int, int]], received: int) -> None:
-        """Count a batch of messages: the peer and the bytes of each sent message, and the bytes
-        received.
-        """
+    def add(self, kind: str, peer: int, size: int) -> None:
+        """Count a sent message of `size` bytes."""
         with _lock:  # ranks may be threads of this process
-            self.bytes_received += received
-            for peer, size in sent:
-                self.messages_sent += 1
-                self.bytes_sent += size
-                self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
-                self.bytes_by_peer[peer] = self.bytes_by_peer.get(peer, 0) + size
+            self.messages_sent += 1
+            self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + size
+            self.bytes_by_peer[peer] = self.bytes_by_peer.get(peer, 0) + size
 
     def slot(self, change: int) -> None:
         self.slots_alive += change
