@@ -13,7 +13,7 @@ import typer
 
 from cp_ring.errors import ConfigError, KernelError, PlanError, one_line
 from cp_ring.tools import bench, plan, tune
-from cp_ring.tools.terminal import JOB, Overrides
+from cp_ring.tools.terminal import JobName, Overrides
 
 app = typer.Typer(
     help="Context parallelism for Megatron-core: ring attention planned as data and proven before "
@@ -45,7 +45,7 @@ def common(
 
 @app.command()
 def train(
-    job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],
+    job: JobName,
     set_: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job, print its command line, and stop.")

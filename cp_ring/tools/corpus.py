@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import batched, chain
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +176,15 @@ def _tokenize(work: Path, tokenizer: Any, documents: Iterable[str], stride: int)
         for split in ("train", "valid")
     }
     tokens = dict.fromkeys(files, 0)
-    stream = iter(documents)
-    index = 0
-    while batch := list(islice(stream, 64)):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            split = "valid" if index % stride == stride - 1 else "train"
-            ids = np.array([*encoding.ids, end])
-            files[split].add_document(ids, [len(ids)])
-            tokens[split] += len(encoding.ids) + 1
-            index += 1
+    encoded = (
+        tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        for batch in batched(documents, 64)
+    )
+    for index, encoding in enumerate(chain.from_iterable(encoded)):
+        split = "valid" if index % stride == stride - 1 else "train"
+        ids = np.array([*encoding.ids, end])
+        files[split].add_document(ids, [len(ids)])
+        tokens[split] += len(ids)
     for split, file in files.items():
         file.finalize(str(work / f"{split}.idx"))
     return tokens
@@ -237,7 +236,7 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
     def fail(error: OSError) -> None:  # else a folder that cannot be read is left out
         raise error
 
-    for folder, names, files in os.walk(root, onerror=fail):
+    for folder, names, files in root.walk(on_error=fail):
         names[:] = [
             name
             for name in names
@@ -245,7 +244,7 @@ def _source_files(root: Path, only_python: bool) -> Iterator[Path]:
         ]
         for file in files:
             if file.endswith(".py") if only_python else not file.startswith("."):
-                yield Path(folder, file)
+                yield folder / file
 
 
 def _read_documents(files: Iterable[Path], left_out: list[Path]) -> Iterator[str]:

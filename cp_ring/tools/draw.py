@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import MultipleLocator
 
 from cp_ring.errors import PlanError
 from cp_ring.plan.plan import Plan
@@ -49,7 +48,6 @@ def draw(whole: Plan, path: str, given: Conditions | None = None) -> None:
     )
     with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
         figure = Figure(figsize=(15.0, 7.8), layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)
         scores, timeline = figure.subplots(1, 2, width_ratios=(1, 1.15))
         _draw_scores(scores, plan)
         _draw_timeline(timeline, plan, time.there)
@@ -123,7 +121,7 @@ def _draw_scores(axes: Axes, plan: PlanTables) -> None:
     _set_frame(axes, f"which rank computes which pairs{numbers}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(max(n // 8, 1)))
-        axis.set_major_formatter(FuncFormatter(tokens_of))
+        axis.set_major_formatter(tokens_of)
 
 
 def _outline(tile: Tile) -> list[tuple[int, int]]:
@@ -191,7 +189,7 @@ def _set_frame(axes: Axes, title: str) -> None:
     axes.tick_params(colors=INK, labelsize=9)
 
 
-def tokens_of(value: float, _: int | None = None) -> str:
+def tokens_of(value: float, _: float = 0) -> str:
     """Return the label of a tick."""
     if value >= 1024 and value % 256 == 0:
         return f"{value / 1024:,g}K"

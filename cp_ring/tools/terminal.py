@@ -14,8 +14,12 @@ from rich.table import Column, Table
 from cp_ring.errors import PlanError
 from cp_ring.plan.sizes.device_rates import NAMED, use
 
-JOB = "A YAML file, or the name of a packaged one (docs/configurations.md)."
-
+JobName = Annotated[
+    str,
+    typer.Argument(
+        help="A YAML file, or the name of a packaged one (docs/configurations.md).", metavar="JOB"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
 Overrides = Annotated[
     list[str] | None,

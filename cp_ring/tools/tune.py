@@ -29,9 +29,9 @@ from cp_ring.tools.job import JobConfig
 from cp_ring.tools.lengths import packed_rows
 from cp_ring.tools.terminal import (
     DEFAULT_DEVICE,
-    JOB,
     AsJson,
     Device,
+    JobName,
     Overrides,
     choose_for,
     emit,
@@ -100,7 +100,7 @@ class TuneResult(NamedTuple):
 
 
 def tune_command(
-    job: Annotated[str, typer.Argument(help=JOB, metavar="JOB")],
+    job: JobName,
     gpus: Annotated[int, typer.Option(help="GPUs of the job.", min=1)],
     overrides: Overrides = None,
     ranks_per_node: Annotated[int, typer.Option(help="GPUs of a node.", min=1)] = 8,
