@@ -216,8 +216,7 @@ def _agree(
         Fact.of("size of a token", tuple(x.shape[1:])),
         *more,
     )
-    begin_backward: Backward = agree(tuple(fact[:2] for fact in facts), lambda: facts)
-    return begin_backward
+    return agree(tuple(fact[:2] for fact in facts), lambda: facts)
 
 
 @RUNTIME.cache(maxsize=16)

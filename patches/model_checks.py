@@ -58,8 +58,7 @@ def _ranks_of(collection: Any) -> list[int]:
 
     if collection is None and not parallel_state.model_parallel_is_initialized():
         return [0]
-    ranks: list[int] = torch.distributed.get_process_group_ranks(compat.group_of(collection, "cp"))
-    return ranks
+    return torch.distributed.get_process_group_ranks(compat.group_of(collection, "cp"))
 
 
 PATCH = Patch(

@@ -125,8 +125,7 @@ class Patch:
 @RUNTIME.cache()
 def signatures() -> dict[str, dict[str, list[str | None]]]:
     """Return the functions of Megatron that each patch replaces, with their accepted parameters."""
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("signatures.json").read_text())
-    return table
+    return json.loads(Path(__file__).with_name("signatures.json").read_text())
 
 
 def parameters_of(function: str) -> str | None:

@@ -257,8 +257,7 @@ def shared[T](kind: Callable[[Any, int, int], T], group: dist.ProcessGroup) -> T
     if kind not in of_group:
         store = dist.PrefixStore(_numbers.get(group, ""), _store(group))
         of_group[kind] = kind(store, dist.get_rank(group), dist.get_world_size(group))
-    made: T = of_group[kind]
-    return made
+    return of_group[kind]
 
 
 def begin_anew() -> None:

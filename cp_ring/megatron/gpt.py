@@ -124,13 +124,12 @@ def _predicts_further(args: argparse.Namespace, vp_stage: int | None) -> bool:
     if not (args.mtp_num_layers and args.pipeline_model_parallel_layout):
         return False
     config = core_transformer_config_from_args(args)
-    found: bool = mtp_on_this_rank(
+    return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
         mtp_num_layers=config.mtp_num_layers,
         ignore_virtual=False,
         vp_stage=vp_stage,
     )
-    return found
 
 
 def get_batch(data_iterator: Any, vp_stage: int | None) -> Microbatch:

@@ -34,8 +34,7 @@ def newest_whole(read_metadata: Function, tracker: Any) -> tuple[int, bool]:
     tracker = str(tracker)
     step_is_given = any(word.partition("=")[0] == "--ckpt-step" for word in sys.argv)
     if "://" in tracker or _word(Path(tracker)) == "release" or step_is_given:
-        result: tuple[int, bool] = read_metadata(tracker)
-        return result
+        return read_metadata(tracker)
     with rejecting():
         found: list[Any] = [None, ""]
         running = dist.is_initialized()

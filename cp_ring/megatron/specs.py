@@ -129,10 +129,7 @@ class LayerOfFlags(ModuleSpec):
         # imported here because programs on megatron.core alone may lack megatron.training
         from megatron.training import get_args
 
-        spec: ModuleSpec = with_ring_attention(
-            self._provider(**_options(self._provider, get_args()))
-        )
-        return spec
+        return with_ring_attention(self._provider(**_options(self._provider, get_args())))
 
 
 def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -171,8 +168,7 @@ def _hybrid_local_stack() -> ModuleSpec:
     from megatron.core.post_training.modelopt.hybrid import model_specs
 
     with replaced((model_specs, "Norm", WrappedTorchNorm)):
-        stack: ModuleSpec = model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)
-    return stack
+        return model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)
 
 
 hybrid_local = LayerOfFlags(_hybrid_local_stack)

@@ -35,8 +35,7 @@ def _slides(layout: Layout, rank: int, table: Transfers) -> Slide:
 
     def slide(owner: Ints, start: Ints) -> Ints:
         to_axis = first[owner]
-        moved: Ints = to_axis + slides[np.searchsorted(places, to_axis + start, "right") - 1]
-        return moved
+        return to_axis + slides[np.searchsorted(places, to_axis + start, "right") - 1]
 
     return slide
 

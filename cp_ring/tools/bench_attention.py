@@ -93,8 +93,7 @@ def run(contest: Contest) -> list[dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_run_rank, (contest, folder), contest.cp)
-        results: list[dict[str, Any]] = json.loads(Path(folder, "results").read_text())
-    return results
+        return json.loads(Path(folder, "results").read_text())
 
 
 def _run_rank(rank: int, contest: Contest, folder: str) -> None:

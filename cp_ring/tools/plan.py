@@ -181,8 +181,7 @@ def compare(masks: Sequence[Mask], asked: Asked, on: Conditions) -> list[dict[st
 def _changed[T](values: T, **changes: Any) -> T:
     """Return the dataclass with the values that are not None."""
     given = {name: value for name, value in changes.items() if value is not None}
-    changed: T = replace(values, **given)  # type: ignore[type-var]
-    return changed
+    return replace(values, **given)  # type: ignore[type-var]
 
 
 def _of_job(

@@ -100,7 +100,7 @@ class RingDotProductAttention(PlannedAttention):
             )
         self.options = self._make_options()
         self.tap: LatentTap | None = None
-        if WIRES[self.wire].latent:
+        if WIRES[self.options.wire].latent:
             from cp_ring.megatron.adapter import latent_tap
 
             latent_tap.check_latent(config, self.spec.ulysses, self.ring)
@@ -110,16 +110,14 @@ class RingDotProductAttention(PlannedAttention):
         _check_known("core attention arguments", unknown)
 
     def _make_options(self) -> AttentionOptions:
-        """Return the options that all calls of this layer have in common, and set `wire`."""
+        """Return the options that all calls of this layer have in common."""
         # Without Megatron's command line, nothing has chosen a codec for `auto`.
-        self.wire = (
-            "plain" if self.ring.wire == "auto" or self.cp_group.size() == 1 else self.ring.wire
-        )
+        plain = self.ring.wire == "auto" or self.cp_group.size() == 1
         return AttentionOptions(
             softmax_scale=self.softmax_scale,
             kernel=self.ring.kernel,
             num_slots=self.ring.num_slots,
-            wire=self.wire,
+            wire="plain" if plain else self.ring.wire,
             wire_dtype=self.ring.wire_dtype,
             qkv_format="sbhd",
             compare_every=self.ring.compare_every,
@@ -162,7 +160,7 @@ class RingDotProductAttention(PlannedAttention):
                 support.
         """
         if key.shape[0] != query.shape[0]:
-            generated: torch.Tensor = self._stock()(
+            return self._stock()(
                 query,
                 key,
                 value,
@@ -170,7 +168,6 @@ class RingDotProductAttention(PlannedAttention):
                 attn_mask_type=attn_mask_type,
                 packed_seq_params=packed_seq_params,
             )
-            return generated
         packed = query.dim() == 3
         mask = mask_of(self.attn_mask_type if attn_mask_type is None else attn_mask_type, packed)
         if attention_bias is not None:
@@ -277,7 +274,7 @@ class RingDotProductAttention(PlannedAttention):
         state = self.state_dict(prefix="", keep_vars=True)
         if state and self.config.transformer_impl == "transformer_engine":
             state["_extra_state"] = torch.empty(0, dtype=torch.uint8)
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        return make_sharded_tensors_for_checkpoint(
             state,
             prefix,
             {"softmax_offset": 0},
@@ -285,7 +282,6 @@ class RingDotProductAttention(PlannedAttention):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return sharded
 
 
 def numbered(constructor: Function, prediction: Any, *args: Any, **kwargs: Any) -> None:

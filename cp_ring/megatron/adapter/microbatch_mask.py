@@ -109,8 +109,7 @@ class MicrobatchMask:
             kind = self.layout.name, self.layout.cp, self.whole.name, *key[1:]
             spec = replace(spec, layout=self.layout)
             self.made[key] = _make_plan(self.mask(window, causal), spec, self.layout.cp, rank, kind)
-        plan: RankPlan = self.made[key]
-        return plan
+        return self.made[key]
 
     def places(self, rank: int) -> torch.Tensor:
         """Return the indices in their batch rows of the tokens that `rank` holds: int64 [n / cp,

@@ -108,8 +108,7 @@ def _tokens(layer: Any, x: Tensor, packed: Any, width: int) -> Tokens:
             by_rank = torch.from_numpy(np.concatenate(held).reshape(-1)).to(x.device)
             orders = {"group": group, "by_rank": by_rank, "in_sequence": by_rank.argsort()}
         carried.made[key] = Tokens(passing, batch, **orders)
-    made: Tokens = carried.made[key]
-    return made
+    return carried.made[key]
 
 
 def build(

@@ -107,5 +107,4 @@ def turn_documents(
     wanted = in_sequence if freqs.shape[0] == documents.layout.n else in_document
     picked = freqs.index_select(0, wanted)
     turn = rope_utils._apply_rotary_pos_emb_bshd
-    turned: torch.Tensor = turn(t.unsqueeze(1), picked, *options, **named)
-    return turned.squeeze(1)
+    return turn(t.unsqueeze(1), picked, *options, **named).squeeze(1)

@@ -85,8 +85,7 @@ class BalancedSampler:
                 f"work, as read {read:.2f}; the busiest data-parallel rank {ranks_dealt:.2f}, as "
                 f"read {ranks_read:.2f}"
             )
-        ordered: list[list[list[int]]] = numbers.reshape(-1)[order].tolist()
-        return ordered
+        return numbers.reshape(-1)[order].tolist()
 
 
 def _dealt_together(samplers: Sequence[Any]) -> Iterator[tuple[list[int], ...]]:
