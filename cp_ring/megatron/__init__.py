@@ -19,13 +19,7 @@ _MODULES = {
     "with_ring_attention": "cp_ring.megatron.specs",
 }
 
-__all__ = [
-    "certify",
-    "enable",
-    "plan_ahead",
-    "split_batch",
-    "with_ring_attention",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,7 @@ def log_step(training_log: Function, *losses: Any, **named: Any) -> Any:
     return result
 
 
-def end_of_step(step: int, last: bool = False) -> list[Findings]:
+def end_of_step(step: int, last: bool) -> list[Findings]:
     """End a step. All ranks call it. The last rank returns the findings of the previous step, if
     that step was sampled, and prints their line.
 

@@ -29,7 +29,7 @@ from cp_ring.plan.mask import Mask
 from cp_ring.plan.ranges import Ints, overlaps, runs, starts_of
 from cp_ring.plan.schedule import SLOT_SHARDS
 from cp_ring.plan.shard_tiles import shard_tiles
-from cp_ring.plan.tiles import Tiles, split_at_edges
+from cp_ring.plan.tiles import Tiles, cut
 from cp_ring.plan.time import BLOCK, Conditions, Traffic
 
 Floats = NDArray[np.float64]
@@ -205,7 +205,7 @@ def chunk_work(layers: Layers, edges: Ints) -> Floats:
     """Return the allowed pairs of each chunk's queries, summed over layers, float64 [chunks]."""
     work = np.zeros(len(edges) - 1)
     for mask, count in layers:
-        tiles, chunk, _ = split_at_edges(mask.pieces, edges, np.array([0, mask.n]))
+        tiles, _, chunk = cut(mask.pieces, edges)
         work += count * np.bincount(chunk, tiles.area(), len(work))
     return work
 

@@ -92,12 +92,12 @@ def dense(
     return out, scores.logsumexp(-1).masked_fill(empty, -torch.inf)
 
 
-def brute_force(case: Case, allowed: np.ndarray, scale: float | None = None) -> Grads:
+def brute_force(case: Case, allowed: np.ndarray) -> Grads:
     """Return out and gradients in float64, over the pairs that the boolean [n, n] `allowed`
     permits.
     """
     q, k, v = (x.detach().double().requires_grad_() for x in case[:3])
-    out, _ = dense(q, k, v, allowed, scale)
+    out, _ = dense(q, k, v, allowed)
     return Grads(out.detach(), *torch.autograd.grad(out, (q, k, v), case.dout.double()))
 
 

@@ -371,7 +371,7 @@ def _with_keys(line: str) -> str:
     return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]+)", key, line.removeprefix("argument "))
 
 
-def choose_device(job: JobConfig, here: bool = True) -> tuple[str, dict[str, str]]:
+def choose_device(job: JobConfig, here: bool) -> tuple[str, dict[str, str]]:
     """Return `cuda` or `cpu`, and the variables of torchrun and its ranks. A variable that is
     already set keeps its value, but GPUs that the job must not use are hidden.
 

@@ -15,11 +15,11 @@ SIGMA = 1.2
 MOST_ROWS = 8
 
 
-def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], str]:
+def packed_rows(text: str, n: int | None) -> tuple[list[Ints], str]:
     """Return the offsets of the documents of batch rows of `n` tokens, int64 [documents + 1] each,
     and a line about them. `text` is `lognormal:MEAN`, or a file.
 
-    Drawn lengths make one row; the last document is cut at its end, and the same seed gives the
+    Drawn lengths make one row; the last document is cut at its end, and equal arguments give the
     same ones. A file has one number a document, separated by white space. If they do not fit into
     a row, they are packed as --cp-ring-pack first-fit does, and at most `MOST_ROWS` of the rows are
     returned, evenly spaced; longer documents are cut. `n` is None for one row of all documents.
@@ -37,7 +37,7 @@ def packed_rows(text: str, n: int | None, seed: int = 0) -> tuple[list[Ints], st
         raise PlanError(f"--lengths {text} needs --seq-length, the tokens of all documents")
     if not mean.isdecimal() or not 0 < int(mean) <= MAX_TOKENS:
         raise PlanError(f"--lengths {text}: give lognormal:MEAN, as in lognormal:2000")
-    rng, count = np.random.default_rng(seed), 4 * n // int(mean) + 64
+    rng, count = np.random.default_rng(0), 4 * n // int(mean) + 64
     drawn = rng.lognormal(np.log(int(mean)) - SIGMA**2 / 2, SIGMA, count)
     ends = np.cumsum(np.clip(drawn, 1, n).astype(np.int64))
     return [np.array([0, *ends[ends < n], n])], ""

@@ -109,8 +109,7 @@ def _tiny_config(args: argparse.Namespace, config: Any, kinds: list[LayerKind]) 
     # slow to import, and installed with Megatron only
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    latent = config.multi_latent_attention
-    made = MLATransformerConfig if latent else TransformerConfig
+    made = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     tp, letters = config.tensor_model_parallel_size, letters_of(args)
     sharing = config.num_attention_heads // config.num_query_groups
     # two key/value heads for each tensor-parallel rank and each rank that exchanges heads, or as

@@ -73,12 +73,12 @@ def two_microbatches(args: Asked, options: Options) -> str | None:
 
 def skipped_steps(args: Asked, options: Options) -> str | None:
     """Reject packed batches of steps that Megatron skips: it splits each of their documents."""
-    flag = "--dataloader-inter-document-masking"
     skips = args.iterations_to_skip and args.dataloader_inter_document_masking and args.cp > 1
     if skips and not options.named_layout.weighs:
         return (
-            f"--iterations-to-skip with {flag}: Megatron would cut each document of a skipped step "
-            "into 2 * cp equal parts: give --cp-ring-layout balanced"
+            "--iterations-to-skip with --dataloader-inter-document-masking: Megatron would cut "
+            "each document of a skipped step into 2 * cp equal parts: give --cp-ring-layout "
+            "balanced"
         )
     return None
 

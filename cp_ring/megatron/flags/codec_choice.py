@@ -26,9 +26,8 @@ def choose_wire(args: argparse.Namespace, config: Options) -> str:
     Prints the bytes of a token's keys and values if the job could use more than one codec. Raises
     `ConfigError` if latents were asked for and cannot travel.
     """
-    cp = args.context_parallel_size
     latent = args.multi_latent_attention
-    if cp == 1:
+    if args.context_parallel_size == 1:
         return "plain"
     if latent and SPARSE in letters_of(args):
         note("sparse attention: Megatron gathers the keys of all tokens")

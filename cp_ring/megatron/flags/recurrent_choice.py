@@ -92,7 +92,7 @@ def mixers(args: Asked) -> Iterator[tuple[str, MixerSizes]]:
             yield letter, MixerSizes(values, k, v, channels, element, keys).of_rank(args.tp)
 
 
-def undivided_heads(args: Asked, way: str = "heads") -> str:
+def undivided_heads(args: Asked, way: str) -> str:
     """Return a text about heads of recurrent layers that the context-parallel ranks cannot share,
     or "", if the layers of `way` exchange states. Mamba's heads are shared in whole groups.
     """
