@@ -140,8 +140,8 @@ def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str
         other.append("moe_layer_freq")
     if provider is not _hybrid_local_stack and asked.first(*other):
         raise ConfigError(
-            "--spec cp_ring.megatron.specs makes layers of softmax attention, all alike: leave it "
-            f"out and give --cp-ring for {asked.first(*other)}"
+            "--spec cp_ring.megatron.specs makes every layer alike, of softmax attention, whatever "
+            f"{asked.first(*other)} says: leave --spec out and give --cp-ring"
         )
     # what the class alone does not reach
     other = ["dataloader_inter_document_masking"]

@@ -195,17 +195,18 @@ def test_a_specification_by_flags(monkeypatch):
     assert issubclass(parts(multi_latent_attention=True)[0].module, MLASelfAttention)
     assert parts(num_experts=4)[1] is not MLP
     assert parts(num_experts=4, moe_layer_freq=[1, 1])[1] is not MLP
-    alike = "makes layers of softmax attention, all alike: leave it out and give --cp-ring for"
+    alike = "makes every layer alike, of softmax attention, whatever"
+    out = "says: leave --spec out and give --cp-ring"
     alone = "does not support"
     for values, line in (
-        ({"num_experts": 4, "moe_layer_freq": [0, 1]}, f"{alike} --moe-layer-freq"),
+        ({"num_experts": 4, "moe_layer_freq": [0, 1]}, f"{alike} --moe-layer-freq {out}"),
         (
             {"experimental_attention_variant": "dsa"},
-            f"{alike} --experimental-attention-variant",
+            f"{alike} --experimental-attention-variant {out}",
         ),
         (
             {"heterogeneous_layers_config_path": "x.json"},
-            f"{alike} --heterogeneous-layers-config-path",
+            f"{alike} --heterogeneous-layers-config-path {out}",
         ),
         (
             {"context_parallel_size": 2, "dataloader_inter_document_masking": True},

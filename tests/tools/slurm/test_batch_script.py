@@ -39,6 +39,9 @@ exit $code
 SCONTROL = """#!/bin/bash
 case $1 in show) printf 'n1\\nn2\\n' ;; *) echo "$@" >>"$CALLS"; exit ${REFUSES:-0} ;; esac
 """
+SQUEUE = """#!/bin/bash
+[[ $* != *"--jobs=${RUNS:-}" ]] || echo a job
+"""
 GETENT = "#!/bin/bash\necho 127.0.0.1 STREAM n2\n"
 
 
@@ -55,7 +58,9 @@ class Machine:
         self.tracker = folder / "save" / "latest_checkpointed_iteration.txt"
         self.state = self.logs / "state"
         (folder / "bin").mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("getent", GETENT)):
+        for name, text in (
+            ("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE), ("getent", GETENT),
+        ):  # fmt: skip
             program(folder / "bin" / name, text)
 
     def start(self, *words, attempt=0, **more):
@@ -391,6 +396,20 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
 def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, settings, why):
     code, last, _ = machine.run(*words, **cp_ring(tmp_path, "exit 2"), **settings)
     assert (code, machine.requeues) == (2, 0) and last.startswith(f"rejected: {why}")
+
+
+@pytest.mark.parametrize(
+    "owner, code",
+    [("6 here", 2), ("6 elsewhere", 0), ("5 here", 0), ("7 here", 0), ("", 0), ("x y z", 0)],
+)
+def test_a_folder_in_which_another_job_saves_is_rejected(machine, owner, code):
+    """Job 6 runs, and this one is 7; numbers on another cluster are those of other jobs."""
+    mark = machine.tracker.with_name("slurm_job")
+    mark.parent.mkdir()
+    mark.write_text(owner)
+    found, last, _ = machine.run(*machine.bash("true"), RUNS="6", SLURM_CLUSTER_NAME="here")
+    assert found == code and last.startswith("rejected: job 6, which runs, saves in ") == (code > 0)
+    assert mark.read_text() == (owner if code else "7 here\n") and machine.requeues == 0
 
 
 def test_names_reach_the_rank_as_they_are(machine, tmp_path):

@@ -196,10 +196,14 @@ def test_an_error_in_python_ends_the_job_with_workers_of_the_data_loader_too(clu
 def test_canceled_stays_canceled(cluster):
     job = Job(cluster, "canceled", megatron__train_iters=2000, **CP2)
     job.reach(2)
+    runs = ["squeue", "--noheader", "--states=RUNNING,SUSPENDED", f"--jobs={job.number}"]
+    assert cluster.run(*runs).stdout.strip()  # as the batch script asks for others
     cluster.run("scancel", job.number)
     assert job.end() == "CANCELLED"
     # ranks save on SIGTERM
     assert job.restarts == 0 and job.saved >= 2 and " canceled: " in job.log, job.logs()
+    assert not cluster.run(*runs).stdout.strip()
+    assert (job.checkpoints / "slurm_job").read_text().split()[0] == job.number
 
 
 @pytest.mark.slow
