@@ -2,8 +2,10 @@
 # Sourced by quickstart.sh, test.sh and .ci/run: finds a Python, makes .venv at the root of the repository, installs cp_ring in it,
 # and beside it other versions of megatron-core and torch for `test.sh --compat` and `test.sh --torch`.
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
+export PIP_USER=0 # a site's pip may install into the home folder, which a virtual environment forbids
+unset PIP_TARGET PIP_PREFIX
 
 # Sets `cpu` to the CPU seconds (user and system) of all commands that this script has waited for.
 # bash knows them in this shell alone, not in $(...).
@@ -24,7 +26,7 @@ cpu_seconds() {
 # Prints the first Python >= 3.12 that runs; the shim of a version manager can be on PATH and still fail.
 find_python() {
     local candidate
-    local pyenv="${PYENV_ROOT:-$HOME/.pyenv}/versions"
+    local pyenv="${PYENV_ROOT:-${HOME:-}/.pyenv}/versions"
     for candidate in python3.12 "$pyenv"/3.12*/bin/python3 python3.13 "$pyenv"/3.13*/bin/python3 python3; do
         if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then
             echo "$candidate"

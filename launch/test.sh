@@ -9,7 +9,7 @@
 #   test.sh --bridge                     recipes of Megatron Bridge, of its newest release in .compat/
 #   test.sh --torch VERSION [OPTION...]  only the tests that depend on torch, with another version of it
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each would compile the package again
 

@@ -37,10 +37,7 @@ def _replacements() -> Iterator[Replacement]:
             asked: list[int] = super().signals_received()
             if any(asked):
                 name = getattr(signals.received(), "name", "a signal to another rank")
-                note(
-                    f"{name}: saving, then ending with exit code 0; the same command resumes from "
-                    "there"
-                )
+                note(f"{name}: saving, then ending; the same command resumes from there")
             return asked
 
     yield module, "DistributedSignalHandler", Handler
