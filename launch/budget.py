@@ -86,7 +86,7 @@ ROOMS = (
     room("corpus", 1_500, 1_680, "cp_ring/tools/corpus.py"),
     room("plan", 3_000, 3_730, "cp_ring/tools/plan.py cp_ring/tools/lengths.py"),
     room("draw", 1_800, 1_850, "cp_ring/tools/draw.py"),
-    room("tune", 7_000, 7_230, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
+    room("tune", 7_000, 7_260, "cp_ring/tools/tune.py cp_ring/tools/tune_model.py"),
     room("doctor", 1_200, 1_190, "cp_ring/tools/doctor.py"),
     room("bench", 3_000, 2_190, """cp_ring/tools/bench.py
         cp_ring/tools/bench_attention.py cp_ring/tools/bench_host.py"""),
@@ -97,9 +97,9 @@ ROOMS = (
 SUMS = (
     room("ring 1: the library", 107_000, 107_550, _LIBRARY),
     room("ring 2: Megatron", 67_000, 68_580, _ADAPTER),
-    room("ring 3: tools", 22_000, 22_810, "cp_ring/tools"),
-    room("all", 196_000, 198_930, "cp_ring patches"),
-    room("tests", 220_000, 259_130, "tests"),
+    room("ring 3: tools", 22_000, 22_850, "cp_ring/tools"),
+    room("all", 196_000, 198_970, "cp_ring patches"),
+    room("tests", 220_000, 259_590, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -207,7 +207,7 @@ def _of_job(
         args, settings = megatron_flags(loaded, None, "cuda")[1], loaded.cp_ring
         asked = Arguments(args)
         tp, cp = asked.tp, asked.cp
-        if args.seq_length % (2 * cp) and (line := rejection(args, loaded.ranks)):
+        if (args.seq_length or 0) % (2 * cp) and (line := rejection(args, loaded.ranks)):
             raise ConfigError(f"Megatron rejects it: {line}")
         near = node_size(range(0, tp * cp, tp), per_node)
         if settings.wire == "auto":

@@ -246,12 +246,23 @@ def configured(job: JobConfig, way: Way) -> JobConfig:
     return _changed(job, megatron=megatron, launch=launch, cp_ring=cp_ring)
 
 
+_NEEDED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "global_batch_size",
+    "expert_model_parallel_size",
+)
+
+
 def _setup(job: JobConfig, args: argparse.Namespace, request: Request) -> TrainingSetup:
     """Return the setup that is searched."""
     from cp_ring.megatron.flags.resolve import windows_of
 
-    if not args.seq_length or not args.global_batch_size:
-        raise ConfigError("cp-ring tune needs megatron.seq_length and megatron.global_batch_size")
+    for name in _NEEDED:
+        if (getattr(args, name) or 0) < 1:
+            raise ConfigError(f"cp-ring tune needs megatron.{name}: give a number above 0")
     if args.save and not args.save_interval:
         raise ConfigError("give megatron.save_interval, the steps from one checkpoint to the next")
     unit, size = args.make_vocab_size_divisible_by, _vocabulary(job, args) or _DEFAULT_VOCABULARY

@@ -192,6 +192,7 @@ def test_a_job_is_planned_as_its_ranks_plan_it():
         (f"{USUAL} --lengths preset:sft", "--lengths preset:sft: neither lognormal:MEAN nor a"),
         (f"{USUAL} --lengths lognormal:x", "--lengths lognormal:x: give lognormal:MEAN"),
         (f"{USUAL} --lengths lognormal:{10**20}", "give lognormal:MEAN"),
+        ("quickstart --set megatron.seq_length=null", "--seq-length: give the number of tokens"),
         ("quickstart --set megatron.foo=3", "quickstart: unrecognized arguments: megatron.foo 3"),
         (
             "quickstart --cp 3",

@@ -315,6 +315,10 @@ def test_the_table_and_its_notes():
             )
             for gpus, lengths in (("8", "131056 or 131072"), ("2 --memory 3", "131068 or 131072"))
         ),
+        *(
+            (f"--gpus 8 --set megatron.{each}", f"needs megatron.{each.split('=')[0]}: give a")
+            for each in ("num_layers=null", "hidden_size=null", "expert_model_parallel_size=0")
+        ),
         ("--gpus 8 --set megatron.save_interval=", "give megatron.save_interval, the steps"),
         ("--gpus 8 --set megatron.micro_batch_size=3", "in microbatches of 3"),
         ("--gpus 8 --device h101", "--device h101: known are"),
