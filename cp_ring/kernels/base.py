@@ -41,8 +41,10 @@ __all__ = [
     "AttentionKernel",
     "Capabilities",
     "CountingKernel",
+    "Gradients",
     "LimitedVarlen",
     "MaxLogitKernel",
+    "OutLse",
     "Packing",
     "Room",
     "SizedVarlen",
@@ -53,6 +55,11 @@ __all__ = [
     "no_random_state",
     "switched",
 ]
+
+OutLse = tuple[Tensor, Tensor]
+"""out and lse of a kernel call."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv of a kernel call."""
 
 _asked: ContextVar[bool | None] = ContextVar("deterministic", default=None)
 
@@ -115,9 +122,7 @@ class AttentionKernel(Protocol):
         """Return in one line why the kernel does not support such tensors; None if it does."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         """Compute out [b, q, h, e] and lse [b, h, q] (natural log, float32 or 64) from q [b, q, h,
         d], k [b, k, g, d] and v [b, k, g, e].
 
@@ -137,7 +142,7 @@ class AttentionKernel(Protocol):
         lo: int,
         hi: int,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return the tile's share of dq, dk, dv, with the shapes of q, k, v, from dout [b, q, h,
         e], and the merged out [b, q, h, e] and lse [b, h, q] of all tiles of its queries. `lo` and
         `hi` are those of forward.
@@ -241,7 +246,7 @@ class VarlenKernel(Protocol):
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         """Compute out [t, h, e] and lse [h, t] (natural log) from q [t, h, d], k [u, g, d] and v
         [u, g, e].
         """
@@ -257,7 +262,7 @@ class VarlenKernel(Protocol):
         lse: Tensor,
         packing: Packing,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return the tiles' shares of dq, dk, dv, from the merged out [t, h, e] and lse [h, t] of
         their queries.
         """

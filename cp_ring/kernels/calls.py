@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import OPEN, AttentionKernel
+from cp_ring.kernels.base import OPEN, AttentionKernel, Gradients, OutLse
 from cp_ring.kernels.queries import Queries
 from cp_ring.plan.records import Pairs
 from cp_ring.plan.tiles import Tile
@@ -44,7 +44,7 @@ class KernelCall(Protocol):
 
     def attend(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         """Return out [b, t, h, e] and lse [b, h, t] of the call's queries, from q of the shard and
         k, v of the key buffer.
         """
@@ -52,7 +52,7 @@ class KernelCall(Protocol):
 
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return the call's share of dq [b, t, h, d], dk [u, b, g, d] and dv [u, b, g, e]."""
         ...
 
@@ -99,7 +99,7 @@ class SingleCall:
 
     def attend(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         (q,), (k, v) = queries.part(self.q), self._keys(k, v)
         if self.reverse:
             q = q.flip(1)
@@ -107,7 +107,7 @@ class SingleCall:
 
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         dout, q, out, lse = queries.part(self.q)
         if self.reverse:
             dout, q, out, lse = dout.flip(1), q.flip(1), out.flip(1), lse.flip(2)

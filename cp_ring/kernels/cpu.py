@@ -14,7 +14,7 @@ from typing import override
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import Capabilities
+from cp_ring.kernels.base import Capabilities, Gradients, OutLse
 from cp_ring.kernels.window import cut, pad
 from cp_ring.ops.dtypes import sum_dtype
 
@@ -44,9 +44,7 @@ class CpuKernel:
         """
         return _CountingKernel()
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         e, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
         q, k, v = _prepared(width, q, k, v)
         out, lse = _attention(q, k, v, 0.0, hi == 0, scale=scale)
@@ -64,7 +62,7 @@ class CpuKernel:
         lo: int,
         hi: int,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         d, e, width = q.shape[-1], v.shape[-1], max(q.shape[-1], v.shape[-1])
         dout, q, k, v, out = _prepared(width, dout, q, k, v, out)
         grads = _attention_backward(dout, q, k, v, out, lse, 0.0, hi == 0, scale=scale)
@@ -87,9 +85,7 @@ class _CountingKernel(CpuKernel):
     max_logit: Tensor | None = None
 
     @override
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2).permute(0, 2, 3, 1).float()
         size = max(1, _BLOCK // (q.shape[0] * q.shape[2] * k.shape[1]))
         for start in range(0, q.shape[1], size):

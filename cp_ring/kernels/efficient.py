@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.kernels.base import Capabilities, deterministic, no_random_state
+from cp_ring.kernels.base import Capabilities, Gradients, OutLse, deterministic, no_random_state
 from cp_ring.kernels.window import cut, pad
 
 _attention = torch.ops.aten._efficient_attention_forward
@@ -32,9 +32,7 @@ class EfficientKernel:
             return f"supports float16 and bfloat16, not {dtype}"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         e, queries = v.shape[-1], q.shape[1]
         q, k, v = _alike(q, k, v)
         out, lse, *_ = _attention(
@@ -54,7 +52,7 @@ class EfficientKernel:
         lo: int,
         hi: int,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         d, e, groups, queries, keys = q.shape[-1], v.shape[-1], k.shape[2], q.shape[1], k.shape[1]
         q, k, v = _alike(q, k, v)
         dout, out = (pad(x, v.shape[-1]).contiguous() for x in (dout, out))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_ring.errors import KernelError, one_line
-from cp_ring.kernels.base import Packing, deterministic
+from cp_ring.kernels.base import Gradients, OutLse, Packing, deterministic
 from cp_ring.kernels.signatures import bind, name_of, parameters_of
 from cp_ring.kernels.versions import compute_capability
 from cp_ring.kernels.window import Window, WindowKernel
@@ -188,7 +188,7 @@ class FlashKernel(WindowKernel):
             else super().head_sizes(d, e)
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> OutLse:
         assert isinstance(self.functions, Functions)
         function = self.functions.forward
         values = dict(zip(_FORWARD, (q, k, v, True), strict=True))
@@ -204,7 +204,7 @@ class FlashKernel(WindowKernel):
         out: Tensor,
         lse: Tensor,
         window: Window,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         assert isinstance(self.functions, Functions)
         function = self.functions.backward
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from cp_ring.errors import KernelError
-from cp_ring.kernels.base import Packing, deterministic, no_random_state, switched
+from cp_ring.kernels.base import (
+    Gradients,
+    OutLse,
+    Packing,
+    deterministic,
+    no_random_state,
+    switched,
+)
 from cp_ring.kernels.window import Window, WindowKernel
 
 _attention = torch.ops.aten._flash_attention_forward
@@ -35,7 +42,7 @@ class FlashAtenKernel(WindowKernel):
             return f"supports head sizes up to {_MAX_HEAD_SIZE}, not {max(d, e)}"
         return _ONLY_BY_SWITCH if _lacks_switch() else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> OutLse:
         out, lse, *_ = _attention(
             q, k, v, *_lengths(q, k, window.packing), 0.0, False, False, **_named(window)
         )
@@ -50,7 +57,7 @@ class FlashAtenKernel(WindowKernel):
         out: Tensor,
         lse: Tensor,
         window: Window,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         if _lacks_switch():  # another kernel leaves such a call to this one
             raise KernelError(f"kernel='flash_aten': {_ONLY_BY_SWITCH}")
         state = (no_random_state(shape, q.device).view(torch.uint64) for shape in ((2,), ()))

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import OPEN, AttentionKernel, Packing, Room, Sizes, VarlenKernel
+from cp_ring.kernels.base import (
+    OPEN,
+    AttentionKernel,
+    Gradients,
+    OutLse,
+    Packing,
+    Room,
+    Sizes,
+    VarlenKernel,
+)
 from cp_ring.kernels.queries import Queries
 from cp_ring.ops.copies import Copies
 from cp_ring.plan.ranges import Ints
@@ -78,7 +87,7 @@ class PackedCall:
 
     def attend(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         (q,), count, heads = queries.flat, self.q.count, (k.shape[1], -1)
         q, k, v = self.q.tokens.take(q), *(self.k.tokens.take(x).flatten(1, 2) for x in (k, v))
         out, lse = cast(VarlenKernel, kernel).forward_varlen(
@@ -89,7 +98,7 @@ class PackedCall:
 
     def gradients(
         self, kernel: AttentionKernel, queries: Queries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         assert queries.lse is not None, "a backward pass has no lse"
         b, mine = k.shape[1], self.q.tokens
         dout, q, out = (mine.take(x) for x in queries.flat)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cp_ring.kernels.base import OPEN, Capabilities, Packing
+from cp_ring.kernels.base import OPEN, Capabilities, Gradients, OutLse, Packing
 
 
 class ReferenceKernel:
@@ -23,9 +23,7 @@ class ReferenceKernel:
     def rejection(self, device: torch.device, dtype: torch.dtype, d: int, e: int) -> str | None:
         return None if dtype.is_floating_point else f"reads floating point, not {dtype}"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         scores, v_heads = _scores(q, k, lo, hi, scale), _heads(v, q.shape[2])
         lse = scores.logsumexp(-1)
         out = _probabilities(scores, lse) @ v_heads
@@ -43,7 +41,7 @@ class ReferenceKernel:
         lo: int,
         hi: int,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         heads = q.shape[2]
         q_heads, k_heads, v_heads = (_heads(x, heads) for x in (q, k, v))
         dout_heads, out_heads = _heads(dout, heads), _heads(out, heads)
@@ -55,7 +53,7 @@ class ReferenceKernel:
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         parts = [
             self.forward(q[None, queries], k[None, keys], v[None, keys], lo=lo, hi=hi, scale=scale)
             for queries, keys, lo, hi in _tiles(packing)
@@ -72,7 +70,7 @@ class ReferenceKernel:
         lse: Tensor,
         packing: Packing,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         parts = []
         for queries, keys, lo, hi in _tiles(packing):
             do, qs, o = (x[None, queries] for x in (dout, q, out))

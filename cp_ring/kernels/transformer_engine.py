@@ -19,7 +19,14 @@ from torch import Tensor
 
 from cp_ring.errors import KernelError
 from cp_ring.kernels import te_library
-from cp_ring.kernels.base import Capabilities, Packing, deterministic, no_random_state
+from cp_ring.kernels.base import (
+    Capabilities,
+    Gradients,
+    OutLse,
+    Packing,
+    deterministic,
+    no_random_state,
+)
 from cp_ring.kernels.flash_aten import KERNEL as FLASH
 from cp_ring.kernels.reference import KERNEL as REFERENCE
 from cp_ring.kernels.te_library import Call
@@ -116,9 +123,7 @@ class TransformerEngineKernel:
         packed = self._has_backend("thd", dtype, *(self._sizes(dtype, d, e) or (d, e)))
         return None if packed else f"has no fused backend for packed tiles in {dtype} here"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         tensors = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if self.counts:
             self._heads = q.shape[2]
@@ -150,7 +155,7 @@ class TransformerEngineKernel:
         lo: int,
         hi: int,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         dout_, q_, k_, v_, out_ = [x.transpose(0, 1) for x in (dout, q, k, v, out)]
         if bound := self._dense(q_, k_, v_, hi == 0, scale):
             if dense_backward_may_be_nan(k.shape[1], hi == 0, q.device):
@@ -168,7 +173,7 @@ class TransformerEngineKernel:
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         bound = self._packed(q, k, v, packing, scale)
         if bound is None:
             return FLASH.forward_varlen(q, k, v, packing, scale)
@@ -185,16 +190,14 @@ class TransformerEngineKernel:
         lse: Tensor,
         packing: Packing,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         bound = self._packed(q, k, v, packing, scale)
         if bound is None:
             return FLASH.backward_varlen(dout, q, k, v, out, lse, packing, scale)
         ends = _ends(packing)
         return self._gradients(bound, dout, q, k, v, out, lse.transpose(0, 1), **ends)
 
-    def _attend(
-        self, bound: _Bound, q: Tensor, k: Tensor, v: Tensor, **ends: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, bound: _Bound, q: Tensor, k: Tensor, v: Tensor, **ends: Tensor) -> OutLse:
         """Return out and lse of one call of TransformerEngine's forward, in its layout. ends: those
         of the sequences of a packed call.
         """
@@ -220,7 +223,7 @@ class TransformerEngineKernel:
         out: Tensor,
         lse: Tensor,
         **ends: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return dq, dk and dv of one call of TransformerEngine's backward."""
         aux = [lse.float().unsqueeze(-1).contiguous(), no_random_state((2,), q.device)]
         tensors = _ready(bound.call, q=q, k=k, v=v, o=out, d_o=dout)

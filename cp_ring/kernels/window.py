@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_ring.kernels.base import Capabilities, Packing
+from cp_ring.kernels.base import Capabilities, Gradients, OutLse, Packing
 
 
 class Window(NamedTuple):
@@ -50,7 +50,7 @@ class WindowKernel(ABC):
         return width, width
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> OutLse:
         """Return out, and lse [b, h, s] or [h, t]."""
 
     @abstractmethod
@@ -63,12 +63,10 @@ class WindowKernel(ABC):
         out: Tensor,
         lse: Tensor,
         window: Window,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         """Return dq, dk and dv from the merged out and lse."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, lo: int, hi: int, scale: float) -> OutLse:
         window = Window.of(q.shape[1], k.shape[1], lo, hi, scale)
         return self._attend_padded(q, k, v, window)
 
@@ -84,13 +82,13 @@ class WindowKernel(ABC):
         lo: int,
         hi: int,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         window = Window.of(q.shape[1], k.shape[1], lo, hi, scale)
         return self._gradients_padded(dout, q, k, v, out, lse, window)
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> OutLse:
         return self._attend_padded(q, k, v, Window(packing.left, packing.right, packing, scale))
 
     def backward_varlen(
@@ -103,13 +101,11 @@ class WindowKernel(ABC):
         lse: Tensor,
         packing: Packing,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         window = Window(packing.left, packing.right, packing, scale)
         return self._gradients_padded(dout, q, k, v, out, lse, window)
 
-    def _attend_padded(
-        self, q: Tensor, k: Tensor, v: Tensor, window: Window
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, window: Window) -> OutLse:
         e = v.shape[-1]
         width, value_width = self.head_sizes(q.shape[-1], e)
         out, lse = self.attend(pad(q, width), pad(k, width), pad(v, value_width), window)
@@ -124,7 +120,7 @@ class WindowKernel(ABC):
         out: Tensor,
         lse: Tensor,
         window: Window,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Gradients:
         d, e = q.shape[-1], v.shape[-1]
         width, value_width = self.head_sizes(d, e)
         q, k = (pad(x, width) for x in (q, k))
