@@ -389,6 +389,13 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
             {},
             "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
         ),
+        (
+            ("--", "torchrun", "--nnodes=2", "train.py", *FLAGS),
+            {"SLURM_NTASKS": "4"},
+            "torchrun would start in each of the 4 tasks, which are the ranks: leave it out, or",
+        ),
+        (("--", "true", "--ckpt-step", "4", *FLAGS), {}, "--ckpt-step would hold for each try"),
+        (("--", "true", "--finetune", *FLAGS), {}, "--finetune would hold for each try"),
         (("--", "true", "--save", "/proc/saves", *FLAGS[2:]), {}, "--save /proc/saves cannot be"),
         (("--", "true", "--load", "b", *FLAGS[:2], *FLAGS[4:]), {}, "--load b is not --save "),
     ],
