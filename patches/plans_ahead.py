@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from cp_ring.megatron.adapter.ahead import share
 from cp_ring.megatron.adapter.notes import note
-from cp_ring.megatron.wrapping import around, loaded_modules
+from cp_ring.megatron.wrapping import Function, around, loaded_modules
 from cp_ring.patches.patch import Patch, Replacement
 
 
-def _planning(build: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _planning(build: Function, *args: Any, **named: Any) -> Any:
     from torch.utils.data import DataLoader
 
     from cp_ring.megatron.batches import plan_ahead
@@ -28,7 +28,7 @@ def _planning(build: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 @around
-def _sharing(get_batch: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _sharing(get_batch: Function, *args: Any, **named: Any) -> Any:
     from megatron.core import parallel_state
 
     batch = get_batch(*args, **named)

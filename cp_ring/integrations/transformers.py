@@ -275,6 +275,7 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     that is split already; `PlanError` on all ranks if they hold different batches.
     """
     tokens = _tokens_of(batch)
+    batch = {name: x for name, x in batch.items() if x is not None}
     transport = transport_of_call(group, tokens.device)
     check_same_batch(transport, batch)
     cp, (batch_size, n) = transport.size if transport else 1, tokens.shape
@@ -282,9 +283,8 @@ def shard_batch(batch: Mapping[str, Any], group: Group = None) -> dict[str, Any]
     whole = {"input_ids": tokens, "position_ids": positions}
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     rest = {name: x for name, x in batch.items() if name not in {*whole, *_OF_THE_ROW, "labels"}}
-    named = whole | {"labels": labels, "attention_mask": mask}
-    for name, x in named.items():
-        if x is None and name not in whole:
+    for name, x in (whole | {"labels": labels, "attention_mask": mask}).items():
+        if x is None:
             continue
         if not isinstance(x, Tensor):
             raise ConfigError(f"{name} is a {type(x).__name__}: it must be a tensor [b, n]")

@@ -22,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.compat import arguments
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import Function, replaced
 from cp_ring.runtime import RUNTIME
 
 SUPPORTED = ">=0.18.2,<0.21"
@@ -150,8 +150,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def pretrain(
-    datasets: Callable[..., Any],
-    forward_step: Callable[..., Any],
+    datasets: Function,
+    forward_step: Function,
     embedding_ranks: Callable[[list[int]], list[int]],
 ) -> None:
     """Call Megatron's training loop for the model of the command line.

@@ -62,7 +62,7 @@ class _OutputLayer:
 
 
 @around
-def _scaled(scale: Callable[..., Any], logits: Logits | None) -> Logits | None:
+def _scaled(scale: Function, logits: Logits | None) -> Logits | None:
     # Megatron's branch dev has none yet
     return logits and Logits(lambda some: scale(logits.of(some)), logits.hidden)
 
@@ -85,7 +85,7 @@ def losses_in_chunks(loss: Callable[..., Tensor], labels: Tensor, logits: Logits
 
 
 def counted_in_chunks(
-    count: Callable[..., Any], logits: Any, labels: Tensor, mask: Tensor, *rest: Any
+    count: Function, logits: Any, labels: Tensor, mask: Tensor, *rest: Any
 ) -> Any:
     """Wrap Megatron's count of correct predictions of further tokens."""
     if not isinstance(logits, Logits):

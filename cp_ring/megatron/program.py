@@ -19,12 +19,10 @@ from cp_ring.megatron.adapter.config import LayerWindows
 from cp_ring.megatron.adapter.notes import note
 from cp_ring.megatron.flags import resolve
 from cp_ring.megatron.options import Options
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import ForwardStep, replaced
 from cp_ring.runtime import RUNTIME
 
 DRAWN = "drawn"
-
-ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
@@ -22,7 +21,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter import compat
 from cp_ring.megatron.adapter.asked import Asked
 from cp_ring.megatron.adapter.attention import RingDotProductAttention
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import Function, replaced
 
 try:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -117,7 +116,7 @@ class LayerOfFlags(ModuleSpec):
     flags when they are first read.
     """
 
-    def __init__(self, provider: Callable[..., ModuleSpec]) -> None:
+    def __init__(self, provider: Function) -> None:
         self._provider = provider
 
     module = property(lambda self: self._made().module)
@@ -132,7 +131,7 @@ class LayerOfFlags(ModuleSpec):
         return with_ring_attention(self._provider(**_options(self._provider, get_args())))
 
 
-def _options(provider: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
+def _options(provider: Function, args: argparse.Namespace) -> dict[str, Any]:
     asked = Asked(args)
     frequency = args.moe_layer_freq
     other = ["experimental_attention_variant", "heterogeneous_layers_config_path"]

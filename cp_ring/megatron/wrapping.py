@@ -11,6 +11,9 @@ from typing import Any
 
 Function = Callable[..., Any]
 
+ForwardStep = Callable[[Any, Any], tuple[Any, Function]]
+"""Megatron's forward step: of a data iterator and a model, the output and the loss function."""
+
 
 def around(hook: Function) -> Callable[[Function], Function]:
     """Turn `hook(original, ...)` into a decorator that wraps a function `original`.

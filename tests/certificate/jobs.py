@@ -290,7 +290,7 @@ UNDRAWN = {
     ),
     "read by scripts alone": "--fim-data",
     "of checkpoints, the end of a job or its certificate": (
-        "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --load "
+        "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --finetune --load "
         "--no-cp-ring-certify --save --use-checkpoint-args"
     ),
     "of steps after the first": "--full-validation --iterations-to-skip",

@@ -202,7 +202,8 @@ def kept_logits(group):
     """What keywords of the model say that mean whole rows."""
     model = model_of("Llama")
     use_ring_attention(model, group)
-    batch = shard_batch({"input_ids": torch.arange(24)[None]}, group)
+    none = dict.fromkeys(("labels", "position_ids", "attention_mask", "token_type_ids"))
+    batch = shard_batch({"input_ids": torch.arange(24)[None], **none}, group)
     kept = [said(model, **batch, logits_to_keep=kept) for kept in (7, torch.arange(3))]
     return [*kept, said(model, **batch, attention_mask=torch.ones(1, 24))]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextvars
 from collections import defaultdict, deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class KeptCall:
     attention; the second run takes them.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
         self._runs = 0
         self._kept: defaultdict[Any, deque[KeptOutput]] = defaultdict(deque)
@@ -63,7 +62,7 @@ def current() -> KeptCall | None:
     return _now.get()
 
 
-def keeping(checkpoint: Function, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def keeping(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
     """Wrap `checkpoint(function, ...)` so that the attention results in `function` are kept if
     gradients are enabled.
     """

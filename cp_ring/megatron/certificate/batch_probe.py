@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from cp_ring.megatron.adapter.config import in_force
 from cp_ring.megatron.adapter.documents import DocumentParams, documents_of, without_whole_rows
 from cp_ring.megatron.certificate.batch import PREFIX, TOKENS, Batch, vocabulary_of, worst_of
 from cp_ring.megatron.certificate.report import Probe
-from cp_ring.megatron.wrapping import replaced
+from cp_ring.megatron.wrapping import Function, replaced
 
 # relative difference of two weights; drawn weights differ by a tenth or more
 SAME = 1e-4
@@ -53,9 +53,7 @@ class _LayersBegin(Exception):
     """Ends the forward pass of the tiny model before its first layer."""
 
 
-def observe(
-    model: Any, step: Callable[..., Any], data: dict[str, Any], before: Seen | None = None
-) -> Seen:
+def observe(model: Any, step: Function, data: dict[str, Any], before: Seen | None = None) -> Seen:
     """Run the forward step `step` and its loss on `data`, without the layers of `model`.
 
     The model returns a loss of 1 for each token. If the step calls it without labels, it is unknown

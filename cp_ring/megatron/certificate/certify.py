@@ -27,8 +27,8 @@ from cp_ring.megatron.certificate import attention_probes, loss_probe
 from cp_ring.megatron.certificate.batch import take
 from cp_ring.megatron.certificate.report import Certificate
 from cp_ring.megatron.certificate.states import states_restored
-from cp_ring.megatron.certificate.tiny_run import ForwardStep
 from cp_ring.megatron.compat import megatron_version
+from cp_ring.megatron.wrapping import ForwardStep
 from cp_ring.runtime import RUNTIME
 
 FILE = "cp_ring_certificate.json"

@@ -33,12 +33,12 @@ from cp_ring.megatron.certificate.tiny_model import (
 )
 from cp_ring.megatron.certificate.tiny_run import (
     MICROBATCHES,
-    ForwardStep,
     TinyRun,
     is_own,
     tiny_runs,
 )
 from cp_ring.megatron.flags.layer_pattern import RECURRENT, letters_of
+from cp_ring.megatron.wrapping import ForwardStep
 
 
 def probe_losses(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,9 +34,7 @@ from cp_ring.megatron.certificate.tiny_model import (
     one_stage,
     with_changes,
 )
-from cp_ring.megatron.wrapping import loaded_modules, replaced
-
-ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
+from cp_ring.megatron.wrapping import ForwardStep, Function, loaded_modules, replaced
 
 MICROBATCHES = 2
 
@@ -268,7 +266,7 @@ def _paths(rule: MaskRule) -> list[Tensor]:
 
 
 def _by_document(
-    forward: Callable[..., Any],
+    forward: Function,
     rules: list[MaskRule],
     hidden: Tensor,
     *args: Any,
