@@ -57,7 +57,7 @@ ROOMS = (
         cp_ring/inputs.py cp_ring/hop_loop.py"""),
     room("shards, prefixes, settings", 4_400, 4_250, """cp_ring/sharding.py cp_ring/prefixes.py
         cp_ring/options.py cp_ring/cuts.py"""),
-    room("plans and proofs", 40_000, 39_980, "cp_ring/plan cp_ring/memory.py"),
+    room("plans and proofs", 40_000, 39_990, "cp_ring/plan cp_ring/memory.py"),
     room("kernels", 16_500, 16_420, "cp_ring/kernels"),
     room("messages", 12_500, 12_490, "cp_ring/comm"),
     room("merges and sums", 5_300, 5_790, "cp_ring/ops"),
@@ -95,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 107_410, _LIBRARY),
+    room("ring 1: the library", 107_000, 107_420, _LIBRARY),
     room("ring 2: Megatron", 67_000, 68_500, _ADAPTER),
     room("ring 3: tools", 22_000, 22_850, "cp_ring/tools"),
-    room("all", 196_000, 198_740, "cp_ring patches"),
-    room("tests", 220_000, 259_670, "tests"),
+    room("all", 196_000, 198_750, "cp_ring patches"),
+    room("tests", 220_000, 259_740, "tests"),
 )
 """Several rooms together, and the tests."""
 

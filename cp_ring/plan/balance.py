@@ -272,7 +272,8 @@ def _parts(work: Work, pieces: Ints, rooms: list[int], share: float, enough: flo
         return [pieces]
     amounts = work.of(*pieces)
     mean = amounts.sum() / len(rooms)
-    units = _units(work, _runs(amounts, pieces, max(rooms) // RUNS, mean / RUNS), share * mean)
+    most = share * mean if mean else 0.0  # share may be infinite
+    units = _units(work, _runs(amounts, pieces, max(rooms) // RUNS, mean / RUNS), most)
     flat = np.array([*chain(*units)], np.int64).T
     amounts = np.add.reduceat(work.of(*flat), starts_of(np.array([*map(len, units)])))
     load, room = [0.0] * len(rooms), list(rooms)

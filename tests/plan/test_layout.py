@@ -1,6 +1,7 @@
 """Layouts: positions, equal shares, balance, and agreement with other splits."""
 
 import re
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -191,3 +192,10 @@ def test_slow_links_between_nodes_are_worth_uneven_work(monkeypatch):
 def test_a_rank_alone_may_hold_one_token():
     for name in ("zigzag", "contiguous"):
         assert getattr(Layout, name)(1, 1).positions(0).tolist() == [0]
+
+
+def test_a_row_that_is_nearly_all_padding_is_dealt_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layout = Layout.balanced(Mask.documents([0, 30], n=4096), 4)
+    assert [len(layout.positions(rank)) for rank in range(4)] == [1024] * 4
