@@ -62,7 +62,7 @@ ROOMS = (
     room("messages", 12_500, 12_490, "cp_ring/comm"),
     room("merges and sums", 5_300, 5_790, "cp_ring/ops"),
     room("recurrent layers", 5_500, 5_520, "cp_ring/recurrent"),
-    room("observation", 4_500, 4_480, "cp_ring/observe"),
+    room("observation", 4_500, 4_530, "cp_ring/observe"),
     room("other libraries, testing", 10_000, 10_070, "cp_ring/integrations cp_ring/testing"),
     room("adapter", 11_000, 15_830, """cp_ring/megatron/adapter cp_ring/megatron/specs.py
         cp_ring/megatron/wrapping.py"""),
@@ -95,11 +95,11 @@ ROOMS = (
 )  # fmt: skip
 """The rooms. Each file of the source is in exactly one."""
 SUMS = (
-    room("ring 1: the library", 107_000, 107_420, _LIBRARY),
+    room("ring 1: the library", 107_000, 107_470, _LIBRARY),
     room("ring 2: Megatron", 67_000, 68_500, _ADAPTER),
     room("ring 3: tools", 22_000, 22_850, "cp_ring/tools"),
-    room("all", 196_000, 198_750, "cp_ring patches"),
-    room("tests", 220_000, 259_740, "tests"),
+    room("all", 196_000, 198_800, "cp_ring patches"),
+    room("tests", 220_000, 259_840, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -6,7 +6,7 @@ for too long tells all others through the process group's store. Then every rank
 the lowest rank names the first stuck rank, and all exit, so that a launcher can start them again.
 
 A collective outside of the ring may take its time, while rank 0 tokenizes or a file system is slow:
-a line says once where the rank is, and the job goes on. A rank that fails tells the others, because
+lines say once where every rank is, and the job goes on. A rank that fails tells the others, because
 some backends do not report that a peer is gone.
 """
 
@@ -145,6 +145,7 @@ class Watchdog:
         self.set_timeout(timeout)
         self._awake = self._since = time.monotonic()
         self._stack: tuple[Any, ...] = ()
+        self._asked = 0
         self._main = threading.main_thread().ident or 0
 
     def set_timeout(self, timeout: float) -> None:
@@ -179,12 +180,8 @@ class Watchdog:
         now, since, sampled = time.monotonic(), WATCH.longest()[1], WATCH.sampled
         if sampled is not None and _completed(*sampled[2:]):
             WATCH.sampled = sampled = None
-        seconds = [
-            now - max(start, self._awake)
-            for start in (since, sampled[1] if sampled else 0.0)
-            if start
-        ]
-        return max(seconds, default=0.0)
+        start = min(filter(None, (since, sampled and sampled[1])), default=now)
+        return now - max(start, self._awake)
 
     def _has(self, key: str) -> bool:
         try:
@@ -202,14 +199,22 @@ class Watchdog:
             self.end(EXIT_CODE)
 
     def _report_collective(self) -> None:
-        """Print where this rank is, once in a collective that takes longer than a hop may."""
+        """Print where this rank is, once in a collective that takes longer than a hop may. It asks
+        all other ranks for the same, because the one that they wait for may be in no collective.
+        """
         frame = _collective(sys._current_frames().get(self._main))
         stack = (id(frame), frame.f_lasti) if frame is not None else ()
         if stack != self._stack:
             self._stack, self._since = stack, time.monotonic()
-        if stack and time.monotonic() - max(self._since, self._awake) > self.timeout:
-            _say(f"cp_ring: watchdog: rank {self.rank} {sentence(self.where())}; the job goes on")
+        question = f"asked {self._asked}"
+        late = stack and time.monotonic() - max(self._since, self._awake) > self.timeout
+        if late:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self.store.set(_KEY + question, "")
+        if late or self._has(question):
+            self._asked += 1
             self._since = math.inf
+            _say(f"cp_ring: watchdog: rank {self.rank} {sentence(self.where())}; the job goes on")
 
     def report(self) -> None:
         """Print where this rank is, read where the others are, let one rank name the first stuck

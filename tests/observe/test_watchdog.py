@@ -187,7 +187,8 @@ def test_a_collective_that_takes_long_is_reported_and_not_ended(monkeypatch, cap
     monkeypatch.setattr(watchdog, "_collective", lambda frame: frame)
     clock, ended = [0.0], []
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
-    dog = watchdog.Watchdog(600.0, 0, 2, Store(), ended.append)
+    store = Store()
+    dog = watchdog.Watchdog(600.0, 0, 2, store, ended.append)
     frame = SimpleNamespace(f_lasti=1, f_code=all_ended.__code__, f_lineno=7, f_back=None)
     monkeypatch.setattr(watchdog.sys, "_current_frames", lambda: {dog._main: frame})
     ticks = []
@@ -205,6 +206,18 @@ def test_a_collective_that_takes_long_is_reported_and_not_ended(monkeypatch, cap
         "cp_ring: watchdog: rank 0 waits in a collective, all_ended (test_watchdog.py:7); "
         "the job goes on"
     )
+    # a rank that the others wait for is asked, and says it once, too
+    monkeypatch.setattr(watchdog, "_collective", lambda frame: None)
+    for rank in (1, 2):
+        ticks.clear()
+        other = watchdog.Watchdog(600.0, rank, 3, store, ended.append)
+        monkeypatch.setattr(watchdog.sys, "_current_frames", lambda: {other._main: frame})  # noqa: B023
+        other.run(lambda: True)
+        assert capsys.readouterr().err == (
+            f"cp_ring: watchdog: rank {rank} does not wait for anyone: it is in all_ended "
+            "(test_watchdog.py:7); the job goes on\n"
+        )
+    assert not ended
 
 
 def test_a_rank_ends_with_one_that_has_failed(monkeypatch, capsys):
