@@ -290,8 +290,8 @@ UNDRAWN = {
     ),
     "read by scripts alone": "--fim-data",
     "of checkpoints, the end of a job or its certificate": (
-        "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal --finetune --load "
-        "--no-cp-ring-certify --save --use-checkpoint-args"
+        "--async-strategy --ckpt-step --cp-ring-certify --distributed-backend --exit-signal "
+        "--finetune --load --no-cp-ring-certify --save --use-checkpoint-args"
     ),
     "of steps after the first": "--full-validation --iterations-to-skip",
     "of files": "--data-cache-path --data-path --tokenizer-model",

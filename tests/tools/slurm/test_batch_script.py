@@ -74,6 +74,7 @@ class Machine:
         environment = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
         environment |= {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.calls)}
         environment |= {"HOLD": str(self.folder / "hold"), "ENV_FILE": str(FOLDER / "env.sh")}
+        environment["SETTLE"] = "0"
         return subprocess.Popen(
             ["bash", str(FOLDER / "train.sbatch"), *words], env=environment | more,
             cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -394,8 +395,8 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
             {"SLURM_NTASKS": "4"},
             "torchrun would start in each of the 4 tasks, which are the ranks: leave it out, or",
         ),
-        (("--", "true", "--ckpt-step", "4", *FLAGS), {}, "--ckpt-step would hold for each try"),
-        (("--", "true", "--finetune", *FLAGS), {}, "--finetune would hold for each try"),
+        (("--", "true", "--ckpt-step", "4", *FLAGS), {}, "--ckpt-step: each try would begin"),
+        (("--", "true", "--finetune", *FLAGS), {}, "--finetune: each try would begin"),
         (("--", "true", "--save", "/proc/saves", *FLAGS[2:]), {}, "--save /proc/saves cannot be"),
         (("--", "true", "--load", "b", *FLAGS[:2], *FLAGS[4:]), {}, "--load b is not --save "),
     ],
@@ -417,6 +418,19 @@ def test_a_folder_in_which_another_job_saves_is_rejected(machine, owner, code):
     found, last, _ = machine.run(*machine.bash("true"), RUNS="6", SLURM_CLUSTER_NAME="here")
     assert found == code and last.startswith("rejected: job 6, which runs, saves in ") == (code > 0)
     assert mark.read_text() == (owner if code else "7 here\n") and machine.requeues == 0
+
+
+def test_of_two_jobs_that_start_at_once_one_is_left(machine, tmp_path):
+    mark = machine.tracker.with_name("slurm_job")
+    both = [
+        machine.start(*machine.bash("true"), SLURM_JOB_ID=number, SETTLE="3") for number in "89"
+    ]
+    ended = dict(zip("89", map(end, both), strict=True))
+    left = mark.read_text().strip()
+    (other,) = {*ended} - {left}
+    assert ended[left][0] == 0 and ended[left][1].startswith("finished")
+    assert ended[other] == (2, f"rejected: job {left}, which runs, saves in {mark.parent}: "
+                            "cancel one of the two, or give another folder")  # fmt: skip
 
 
 def test_names_reach_the_rank_as_they_are(machine, tmp_path):
