@@ -84,7 +84,7 @@ def test_a_step_that_raises_on_one_rank_ends_the_job(tmp_path, step):
 def ended(monkeypatch):
     """`certify` with a certificate of ours: returns how the job ends, or what it says."""
 
-    def run(certificate, choice="on"):
+    def run(certificate, choice="on", before=None):
         said = []
 
         def reject(message):
@@ -96,7 +96,7 @@ def ended(monkeypatch):
         monkeypatch.setattr(module.settings, "current", lambda: SimpleNamespace(certify=choice))
         monkeypatch.setattr(module.dist, "get_rank", lambda: 1)
         try:
-            module.certify(SimpleNamespace())
+            module.certify(SimpleNamespace(), before=before)
         except SystemExit as end:
             return [str(end)]
         return said
@@ -127,3 +127,12 @@ def test_a_line_begins_with_what_is_not_covered(ended):
     )
     (summary,) = ended(of_loss)
     assert summary.startswith("certificate: not covered: Mamba layers; 2 probes passed in ")
+
+
+def test_the_line_about_the_first_microbatch_tells_what_is_new(ended):
+    before = Certificate([], {}, ["the loss (KeyError: 0)"])
+    after = Certificate([], {}, [*before.not_covered, "the job's own microbatches"])
+    assert ended(after, before=before) == [
+        "certificate: not covered: the job's own microbatches; 0 probes passed in 0.0 s"
+    ]
+    assert after.not_covered == ["the job's own microbatches", *before.not_covered]

@@ -139,6 +139,33 @@ def test_pretrain_vlm_of_megatron_lm(megatron_lm, tmp_path):
     assert found == pytest.approx(stock, rel=1e-6)
 
 
+GRPO = """
+    --train-iters 3 --cp-ring --cp-ring-cpu --perform-rl-step --grpo-prompts-per-step 4
+    --grpo-group-size 2 --grpo-iterations 1 --no-create-attention-mask-in-dataloader
+    --transformer-impl local --no-load-optim --no-load-rng --cp-ring-certify on
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
+def test_train_rl_of_megatron_lm(megatron_lm, tmp_path, packed):
+    """Reinforcement learning from drawn rollouts, packed and one by one: losses and gradients are
+    those of one rank.
+    """
+    module = megatron_lm / "megatron" / "rl" / "rl_utils.py"
+    if not module.exists() or "_scatter_for_context_parallel" not in module.read_text():
+        pytest.skip("a script without context parallelism")
+    bins = "--rl-use-sequence-packing --rl-sequence-packing-max-sequences-per-bin 8"
+    job = [str(Path(__file__).parent / "rl_script.py"), *shlex.split(GRPO + bins * packed)]
+
+    found = []
+    for cp in (1, 2, 4):
+        done = attempt(cp, "job", [*job, CP, str(cp)], Path(mkdtemp(dir=tmp_path)))
+        assert len(done.losses) == 3 and all(norm > 0.1 for norm in done.grad_norms), done.output
+        found.append(done.losses + done.grad_norms)
+        assert found[-1] == pytest.approx(found[0], rel=1e-5, abs=1e-7), cp
+
+
 SHAPES = [
     ["--cp-comm-type", "a2a"],
     shlex.split("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from cp_ring.errors import ConfigError
 
-_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+_SOFTMAX_TYPES = "vanilla", "off-by-one", "learnable"
 _FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format", "nccl_ub": "use-nccl-ub"}
 """Arguments whose flag has another name."""
 

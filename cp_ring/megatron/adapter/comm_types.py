@@ -21,7 +21,7 @@ from cp_ring.options import CallSettings
 from cp_ring.plan.plan import PlanSpec
 from cp_ring.plan.schedule import resolve
 
-_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+_TYPES = "p2p", "all_gather", "a2a", "a2a+p2p"
 
 
 def spec_of_layer(

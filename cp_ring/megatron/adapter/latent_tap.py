@@ -24,7 +24,7 @@ from cp_ring.options import CallSettings
 from cp_ring.plan.sizes.attention_sizes import WIRES
 from cp_ring.runtime import RUNTIME
 
-_PLAIN = ("ColumnParallelLinear", "TEColumnParallelLinear")
+_PLAIN = "ColumnParallelLinear", "TEColumnParallelLinear"
 _WITH_NORM = "TELayerNormColumnParallelLinear"
 
 

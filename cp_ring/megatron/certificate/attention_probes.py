@@ -235,7 +235,7 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
     if used.wire == "latent":
         used = replace(used, wire="plain")
         if dtype != torch.float32:
-            results.not_covered.append(f"latents in {str(dtype).removeprefix('torch.')}")
+            results.not_covered += [f"latents in {str(dtype).removeprefix('torch.')}"]
     kinds = find_layer_kinds(args, config)
     classes = core_classes(args, config, kinds)
     n, cp, unit = args.seq_length, args.context_parallel_size, unit_of(args)
@@ -251,7 +251,7 @@ def probe_layers(args: argparse.Namespace, results: Certificate, seed: int) -> N
                 with replaced(*((layer, "spec", spec) for layer in layers.values())):
                     results.probes += one.probes()
             if own:
-                results.probes.append(_same_plan(replace(short, batch=draw(n=max(n, kind.tokens)))))
+                results.probes += [_same_plan(replace(short, batch=draw(n=max(n, kind.tokens))))]
             window = kind.window[0] + 1 if kind.window[0] < n else 0
             most = LONG[own_device().type] // short.batch.shape[0] + window
             tokens = max(kind.tokens, min(n, most // unit * unit))

@@ -178,8 +178,7 @@ class Batch:
             mine = self.split.places(rank).T
             part = mask.gather(1, mine)
             for batch_row, token in part.nonzero()[-1:].tolist():
-                missing = -float(part.sum(dtype=torch.float64)) % 1
-                mask[batch_row, mine[batch_row, token]] += missing
+                mask[batch_row, mine[batch_row, token]] += -float(part.sum(dtype=torch.float64)) % 1
         return mask
 
 

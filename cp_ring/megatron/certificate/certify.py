@@ -5,7 +5,6 @@ checkpoints.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import itertools
 import json
@@ -60,12 +59,14 @@ def certify(
     """
     with rejection.rejecting():
         certificate = run_probes(args, step=step, items=take(iterators) if before else None)
+    before = before or Certificate()
+    told = before.not_covered
+    certificate.not_covered = [gap for gap in certificate.not_covered if gap not in told]
     if problem := verdict(certificate):
         rejection.reject(problem)
-    if before:
-        certificate.probes += before.probes
-        certificate.not_covered += before.not_covered
-    if dist.get_rank() == 0 and getattr(args, "save", None):
+    certificate.probes += before.probes
+    certificate.not_covered += told
+    if dist.get_rank() == 0 and args.save:
         folder = Path(args.save)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def verdict(certificate: Certificate) -> str:
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     """Return date, versions, settings and arguments."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {
             "cp_ring": importlib.metadata.version("cp-ring"),
             # Megatron adds the git revision of the folder that it lies in, which may be that of
@@ -147,4 +148,4 @@ def _probe_losses(args: argparse.Namespace, results: Certificate, *rest: Any) ->
                 f"--cp-ring-certify: {text} (rank {dist.get_rank()}, not on all ranks); "
                 "--no-cp-ring-certify trains without the probes"
             ) from error
-        results.not_covered.append(f"the loss ({text})")
+        results.not_covered += [f"the loss ({text})"]

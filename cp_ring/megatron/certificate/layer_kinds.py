@@ -60,8 +60,8 @@ class LayerKind:
     def layer_name(self) -> str:
         """Return a name, such as `layer 2 (window 128, learnable sinks)`."""
         about = [f"window {self.window[0]}" if self.window[0] >= 0 else "no window"]
-        about += [self.comm_type] if self.comm_type != "p2p" else []
-        about += [f"{self.sink} sinks"] if self.sink != "vanilla" else []
+        about += [self.comm_type] * (self.comm_type != "p2p")
+        about += [f"{self.sink} sinks"] * (self.sink != "vanilla")
         return f"layer {self.layer} ({', '.join(about)})"
 
 
@@ -102,10 +102,11 @@ def masks_of(args: argparse.Namespace, item: Any = None) -> tuple[str, ...]:
         return ("packed" if item.get("cu_seqlens") is not None else rows,)
     if settings.ring().whole_rows and rows == "causal":
         return ("packed",)
+    flags = vars(args)
     # only pretrain_vlm.py has this flag; it packs batch rows that it pads, whatever the value
-    vision = hasattr(args, "use_packed_sequence")
-    packed = used.document_mask or vision or getattr(args, "sft", False)
-    return (rows, "packed") if packed else (rows,)
+    vision = "use_packed_sequence" in flags
+    tuned = flags.get("sft") or flags.get("perform_rl_step")
+    return (rows, "packed") if used.document_mask or vision or tuned else (rows,)
 
 
 def declared_window(config: Any, layer: int) -> tuple[int, int]:

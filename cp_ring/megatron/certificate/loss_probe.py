@@ -53,9 +53,7 @@ def probe_losses(
     """
     program = hasattr(args, "transformer_config")
     if program and args.build is None:
-        results.not_covered.append(
-            "the loss of a program that does not call cp_ring.megatron.certify"
-        )
+        results.not_covered += ["the loss of a program that does not call cp_ring.megatron.certify"]
         return
     config = transformer_config(args)
     tiny, small = tiny_args(args, config, find_layer_kinds(args, config))

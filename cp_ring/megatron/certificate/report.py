@@ -63,7 +63,7 @@ class Certificate:
         for rank, probes in enumerate(of_ranks):
             for each in probes:
                 probe = replace(each, where=f"rank {rank}: {each.where}".rstrip(": "))
-                key = (probe.name, probe.layer, probe.mask)
+                key = probe.name, probe.layer, probe.mask
                 worst[key] = max(
                     worst.get(key, probe),
                     probe,
@@ -90,4 +90,4 @@ class Certificate:
         shown = "; ".join(f"{at}, up to {reach[at]}" if at in reach else at for at in layers)
         missing = f"not covered: {', '.join(self.not_covered)}; " if self.not_covered else ""
         passed = f"{len(self.probes)} probes passed in {self.seconds:.1f} s"
-        return f"certificate: {missing}{passed} ({shown})"
+        return f"certificate: {missing}{passed}" + f" ({shown})" * bool(shown)

@@ -141,8 +141,8 @@ class TinyRun:
             output, loss = self.step(iterator, module)
             seen.append(output.detach().reshape(batch.shape[0], -1).double())
 
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                outputs = loss(*args, **kwargs)
+            def counted(losses: Any) -> Any:
+                outputs = loss(losses)
                 returned.add(len(outputs))
                 return outputs
 
