@@ -1,9 +1,9 @@
 """Notes how the sequences of a group were cut, and warns of attention on parts of another layout:
 it gives wrong numbers, and the parts themselves do not show it.
 
-`shard` notes its layouts here, and calls that name a layout, or leave it to the default, check
-them. Calls with a `Layout` or a plan of their own do not. Other tensors of the same length may be
-cut in other ways, so it is no error.
+`shard` notes its layouts here, and Megatron's own split of batch rows its zigzag; calls that name a
+layout, or leave it to the default, check them. Calls with a `Layout` or a plan of their own do not.
+Other tensors of the same length may be cut in other ways, so it is no error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def check_cut(transport: Any, layout: Layout, call: str) -> None:
         others = [repr(cut) for cut in cuts.values() if cut.n == layout.n]
         if others:
             warnings.warn(
-                f"cp_ring.shard cut the {layout.n} tokens by {' and '.join(others)}, but {call} "
-                f"has {layout!r}: give both the same layout=",
+                f"the {layout.n} tokens were cut by {' and '.join(others)}, but {call} has "
+                f"{layout!r}: give cp_ring.shard and the call the same layout=; Megatron cuts by "
+                "zigzag",
                 stacklevel=2,
             )

@@ -80,7 +80,7 @@ ROOMS = (
         cp_ring/megatron/options.py cp_ring/megatron/settings.py"""),
     room("checkpoints", 1_000, 830, "cp_ring/megatron/newest_checkpoint.py"),
     room("certificate", 15_500, 15_550, "cp_ring/megatron/certificate"),
-    room("patches", 10_000, 9_690, "patches"),
+    room("patches", 10_000, 9_720, "patches"),
     room("train", 3_500, 3_930, """cp_ring/tools/train.py cp_ring/tools/job.py
         cp_ring/tools/megatron_flags.py"""),
     room("corpus", 1_500, 1_680, "cp_ring/tools/corpus.py"),
@@ -99,7 +99,7 @@ SUMS = (
     room("ring 2: Megatron", 67_000, 68_500, _ADAPTER),
     room("ring 3: tools", 22_000, 22_850, "cp_ring/tools"),
     room("all", 196_000, 198_800, "cp_ring patches"),
-    room("tests", 220_000, 260_840, "tests"),
+    room("tests", 220_000, 260_870, "tests"),
 )
 """Several rooms together, and the tests."""
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from cp_ring.cuts import note_cut
 from cp_ring.megatron.adapter import compat
 from cp_ring.patches.patch import Patch
+from cp_ring.plan.layout import Layout
 
 _TENSORS = ("tokens", "labels", "position_ids", "cu_seqlens")
 _OF_SPLIT = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
@@ -28,10 +30,12 @@ def split_equal_rows(
     """
     from cp_ring.megatron.data.rows import check_rows
 
+    lengths = {batch[name].shape[1] for name in _TENSORS[:3] if batch.get(name) is not None}
     if not is_hybrid_cp:  # with hybrid cp, a microbatch names its own ranks
         group = cp_group or compat.group_of(None, "cp")
         check_rows({name: batch.get(name) for name in _TENSORS}, group)
-    lengths = {batch[name].shape[1] for name in _TENSORS[:3] if batch.get(name) is not None}
+        for n in lengths:
+            note_cut(group, Layout.zigzag(n, group.size()))
     kept = {
         name: x
         for name, x in batch.items()

@@ -37,7 +37,7 @@ def test_a_call_without_a_group_is_one_line_in_a_job_of_several_ranks(pool):
     assert said(ring_attention, x, x, x) == ""
 
 
-LINE = "shard cut the 48 tokens by Layout.* has Layout.*same layout="
+LINE = "the 48 tokens were cut by Layout.* has Layout.*same layout="
 
 
 @pytest.mark.parametrize("cut, attend", [

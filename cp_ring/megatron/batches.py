@@ -292,6 +292,4 @@ def _documents(batch: Mapping[str, Any], n: int, cp: int) -> Documents:
         )
     check_length(n, cp)
     ids = batch["position_ids"]
-    ring = in_force()
-    rows = ids.shape[-2]
-    return Documents.in_rows(boundaries(ids.cpu()), rows, cp, ring.split)
+    return Documents.in_rows(boundaries(ids.cpu()), ids.shape[-2], cp, in_force().split)

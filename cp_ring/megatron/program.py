@@ -85,7 +85,7 @@ def arguments_of(config: Any) -> argparse.Namespace:
         if torch.distributed.is_initialized()
         else 1,
     }
-    return argparse.Namespace(**(absent | vars(config) | named))
+    return argparse.Namespace(**absent | vars(config) | named)
 
 
 def check_settings(options: Options, seq_length: int, cp: int = 1) -> None:

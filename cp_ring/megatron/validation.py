@@ -83,13 +83,13 @@ def _as_on_a_gpu(connections: str) -> Iterator[None]:
         properties = argparse.Namespace(
             major=9, minor=0, multi_processor_count=132, total_memory=80 << 30
         )
-        answers: dict[str, Any] = {
+        answers = {
             "get_device_capability": (9, 0),
             "get_device_properties": properties,
             "device_count": 8,
         }
         for name, answer in answers.items():
-            changes.append((torch.cuda, name, mock.Mock(return_value=answer)))
+            changes += [(torch.cuda, name, mock.Mock(return_value=answer))]
     for name, functions in _FUSED.items():
         module = importlib.import_module(name)
         changes += [

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 import cp_ring
+from cp_ring import Layout
 from cp_ring.comm import same_batch
 from cp_ring.comm.agreement import FIRST
 from cp_ring.comm.same_batch import BatchComparison, contents, difference
+from cp_ring.cuts import check_cut
 from cp_ring.observe.debug import debugging
 from tests.rank_pool import LIMIT_S
 from tests.rings import rank_of, said
@@ -120,15 +122,20 @@ def test_the_first_microbatches_are_compared_and_then_one_in_sixteen(monkeypatch
 
 
 def split_of_a_blend(group):
-    """A blend's batch, split by a script: what has no token dimension beside what has one."""
+    """A blend's batch, split by a script: what has no token dimension beside what has one. Layers
+    of another layout warn.
+    """
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from cp_ring.patches.equal_rows import split_equal_rows
 
     none = dict.fromkeys(("labels", "cu_seqlens", "attention_mask"))
-    batch = {name: x.expand(2, -1) for name, x in rows(0).items()} | none
+    batch = {name: x.repeat(2, 3) for name, x in rows(0).items()} | none
     batch |= {"dataset_id": torch.tensor([0, 1]), "weights": torch.ones(2, 3)}
-    return split_equal_rows(get_batch_on_this_cp_rank, batch, cp_group=group), batch
+    mine = split_equal_rows(get_batch_on_this_cp_rank, batch, cp_group=group)
+    with pytest.warns(match="were cut by Layout.zigzag.* but layer 1 has Layout.contiguous"):
+        check_cut(group, Layout.contiguous(3 * N, CP), "layer 1")
+    return mine, batch
 
 
 def test_entries_without_a_token_dimension_are_not_split(pool):

@@ -182,10 +182,10 @@ def documents_of(
     `packed` is reused with other offsets, filled in place or replaced, it gives other documents.
     Raises `ConfigError` if the tokens contradict `packed`.
     """
-    batch = shape[0]
-    tokens = shape[0] * shape[1]
+    batch, row = shape
+    tokens = batch * row
     if packed is None:
-        return Documents.in_rows(np.arange(batch + 1) * shape[1] * cp, batch, cp, ring.split)
+        return Documents.in_rows(np.arange(batch + 1) * row * cp, batch, cp, ring.split)
     if not isinstance(packed, DocumentParams):
         return Documents.in_thd(packed, tokens, cp, ring.split_of_packed)
     documents = packed.documents

@@ -155,8 +155,7 @@ def _tell_gain(plan: Plan, spec: PlanSpec) -> None:
     mask = plan.mask
     cp = plan.cp
     worker = get_worker_info()
-    first = worker is None or worker.id == 0
-    if not first or mask.n < LONG * cp or plan.layout.name == "balanced":
+    if (worker and worker.id) or mask.n < LONG * cp or plan.layout.name == "balanced":
         return
     balanced = replace(spec, layout=Layout.balanced(mask, cp)).build(mask, cp)
     ratio = plan.time().both / balanced.time().both
