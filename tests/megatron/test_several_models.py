@@ -169,3 +169,47 @@ def beside_masks(_):
 def test_a_model_of_its_own_needs_no_mask(pool):
     for beside, alone in pool.run(beside_masks, 4):
         assert beside == alone
+
+
+def with_images(group, cp):
+    """On a rank of four: the loss of megatron-core's multimodal model, which splits whole rows
+    itself, and its gradients, over all ranks.
+    """
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.models.mimo import MimoModel, MimoModelConfig
+    from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    random = torch.Generator().manual_seed(9)
+    tokens, labels = torch.randint(VOCAB - 1, (2, ROWS, N), generator=random)
+    tokens[:, 3:9] = VOCAB - 1  # an image in each row
+    pixels = torch.randn(ROWS * 6, 8, generator=random)
+    with program(cp):
+        config = build(cp).config
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+        language = {"config": config, "transformer_layer_spec": spec, "vocab_size": VOCAB}
+        language |= {"max_sequence_length": N, "position_embedding_type": "rope"}
+        encoder = ModuleSpec(torch.nn.Linear, {"in_features": 8, "out_features": 32})
+        images = ModuleSpec(VisionModalitySubmodules, submodules={"encoders": {"pixels": encoder}})
+        torch.manual_seed(3)
+        model = MimoModel(
+            MimoModelConfig(
+                ModuleSpec(GPTModel, language), {"images": images}, {"images": VOCAB - 1}
+            )
+        )
+        losses, _ = model(
+            tokens,
+            torch.arange(N).expand(ROWS, N),
+            labels=labels,
+            modality_inputs={"images": {"pixels": {"input": pixels}}},
+        )
+        losses.sum().backward()
+        found = [losses.sum().detach(), *(weight.grad for weight in model.parameters())]
+        for x in found:
+            dist.all_reduce(x)
+    return [x * cp for x in found]
+
+
+def test_a_multimodal_model_that_splits_its_rows_is_one_rank(pool):
+    one, two, four = (pool.run(with_images, 4, cp)[0] for cp in (1, 2, 4))
+    assert difference(two, one) < 1e-5 and difference(four, one) < 1e-5
