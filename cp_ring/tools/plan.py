@@ -117,7 +117,7 @@ def plan_command(
         spec = replace(spec, layout=best["layout"], ulysses=best["head_parallel"], choice=None)
         asked = replace(asked, spec=spec)
     start = time.perf_counter()
-    made = asked.spec.build(masks[0], asked.cp)
+    made = asked.spec.build(max(masks, key=Mask.area), asked.cp)
     report = made.verify(2)
     proven_ms = 1e3 * (time.perf_counter() - start)
     facts = summary(made, report, assumed) | {
@@ -167,14 +167,15 @@ def compare(masks: Sequence[Mask], asked: Asked, on: Conditions) -> list[dict[st
             made = [spec.build(mask, asked.cp) for mask in masks]
             times = [plan.time(on) for plan in made]
             both, ideal = np.mean([(each.both, each.ideal) for each in times], 0).tolist()
-            facts = {
-                "layout": name,
-                "head_parallel": heads,
-                "both_s": both,
-                "share_of_one_call": ideal / (both or 1),
-                "balance": max(plan.verify().balance for plan in made),
-            }
-            found.append(facts)
+            found += [
+                {
+                    "layout": name,
+                    "head_parallel": heads,
+                    "both_s": both,
+                    "share_of_one_call": ideal / (both or 1),
+                    "balance": max(plan.verify().balance for plan in made),
+                }
+            ]
     return sorted(found, key=lambda each: each["both_s"])
 
 
@@ -222,7 +223,7 @@ def _of_job(
 
 def make_mask(n: int | None, window: int, full: bool, offsets: Ints | None) -> Mask:
     """Return the mask of `n` tokens that the options describe. offsets: of packed documents."""
-    ends = (window, window if full else 0)
+    ends = window, window if full else 0
     if offsets is not None:
         return Mask.documents(offsets, causal=not full, window=ends, n=n or int(offsets[-1]))
     if n is None:
@@ -236,10 +237,9 @@ def kernel_calls(plan: Plan) -> list[int] | None:
     """
     if plan.ring.cp > MAX_RANKS_COUNTED:
         return None
-    hops = (rank_plan(plan.ring, member).hops for member in range(plan.ring.cp))
     return [
-        sum(len(call_groups(lower(hop.tiles, ASSUMED), ASSUMED.varlen)) for hop in of_member)
-        for of_member in hops
+        sum(len(call_groups(lower(hop.tiles, ASSUMED), ASSUMED.varlen)) for hop in part.hops)
+        for part in (rank_plan(plan.ring, member) for member in range(plan.ring.cp))
     ]
 
 
@@ -346,7 +346,8 @@ def _print_compared(facts: dict[str, Any]) -> None:
     if facts["packed"]:
         typer.echo(f"{facts['packed']}; compared over {rows} of these rows")
     show_table(
-        "predicted, fastest first; the first is planned below" + " for one of them" * (rows > 1),
+        "predicted, fastest first; the first is planned below"
+        + " for the row of most work" * (rows > 1),
         ["layout", "heads", "s with backward", "of one call's speed", "balance"],
         (each.values() for each in compared),
     )

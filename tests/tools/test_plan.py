@@ -99,11 +99,11 @@ def test_lengths_of_a_data_set_are_packed_into_rows(tmp_path):
     with pytest.raises(PlanError, match="nor a file of whole numbers"):
         packed_rows(str(tmp_path / "huge"), 64)
     lengths = tmp_path / "lengths.txt"
-    lengths.write_text("3000 1000 " * 20 + "9000")
+    lengths.write_text("500 " * 8 + "3000 1000 " * 20 + "9000")
     line = f"--seq-length 4096 --lengths {lengths} --cp 4"
     facts = facts_of(line)
     # 9,000 tokens are cut into 4,096, 4,096 and 808
-    assert facts["packed"].startswith("41 documents in 23 rows of 4,096 tokens: ")
+    assert facts["packed"].startswith("49 documents in 24 rows of 4,096 tokens: ")
     assert (facts["n"], facts["rows"]) == (4096, 8)
     for each in facts["compared"]:
         masks = [Mask.documents(offsets) for offsets in packed_rows(str(lengths), 4096)[0]]
@@ -113,6 +113,7 @@ def test_lengths_of_a_data_set_are_packed_into_rows(tmp_path):
         assert each["balance"] == max(plan.verify().balance for plan in made)
         both = [plan.time(Conditions(rates=NAMED["h100"])).both for plan in made]
         assert each["both_s"] == pytest.approx(np.mean(both))
+    assert sum(facts["work_per_rank"]) == max(map(Mask.area, masks))
     output = " ".join(invoke(line).split())
     assert "4,096 tokens: " in output and "compared over 8 of these rows" in output
 
