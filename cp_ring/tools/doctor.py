@@ -49,8 +49,8 @@ def _lines(parts: tuple[Callable[[], Lines], ...]) -> Lines:
     for part in parts:
         try:
             yield from part()
-        except ImportError as error:
-            yield part.__name__.strip("_"), f"absent: not examined: {error}"
+        except Exception as error:  # also what a broken package raises where it is imported
+            yield part.__name__.strip("_"), f"absent: not examined: {_reason(error)}"
 
 
 def _requirements() -> Lines:
@@ -66,8 +66,6 @@ def _requirements() -> Lines:
             yield name, f"problem: not installed: pip install '{text}'"
         elif not _within(needed, version):
             yield name, f"problem: {version}: cp_ring needs {needed}: pip install '{text}'"
-        elif name == "torch":
-            yield name, version
 
 
 def _needed(text: str) -> bool:
@@ -99,7 +97,8 @@ def _megatron() -> Lines:
         yield "full --moe-z-loss-coeff", "absent: needs megatron-core 0.19"
 
 
-_OPTIONAL = (
+_BUILT = (
+    ("torch", "torch", "torch"),
     ("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"),
     ("flash-attn", "flash_attn", "flash-attn"),
     ("flash-attn 3", "flash_attn_interface", "flash-attn-3"),
@@ -108,11 +107,11 @@ _OPTIONAL = (
 )
 
 
-def _optional_packages() -> Lines:
-    """Say whether packages that Megatron or a kernel may use can be imported."""
+def _built_packages() -> Lines:
+    """Say whether torch, and packages that Megatron or a kernel may use, can be imported."""
     from cp_ring.megatron import compat
 
-    for name, module, package in _OPTIONAL:
+    for name, module, package in _BUILT:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             yield name, "absent: not installed"
             continue
@@ -123,7 +122,7 @@ def _optional_packages() -> Lines:
         try:
             importlib.import_module(module)
         except Exception as error:
-            advice = f"install the build for this torch and CUDA, or pip uninstall {package}"
+            advice = f"install the build for this CUDA and torch, or pip uninstall {package}"
             yield name, f"problem: {version}: {_reason(error)}: {advice}"
         else:
             yield name, version
@@ -173,7 +172,7 @@ def _patches() -> Lines:
 
 
 SECTIONS = {
-    "versions": (_requirements, _megatron, _optional_packages),
+    "versions": (_requirements, _megatron, _built_packages),
     "machine": (_machine,),
     "kernels": (_kernels,),
     "patches": (_patches,),

@@ -78,6 +78,16 @@ def test_each_problem_is_one_line_that_says_what_to_do(bad):
     assert apex.startswith("Apex") and "not NVIDIA's" in apex and "pip uninstall apex" in apex
 
 
+@pytest.mark.parametrize("name, left", [("torch", "machine"), ("transformer_engine", "patches")])
+def test_what_a_broken_package_hides_is_a_line(tmp_path, name, left):
+    """Megatron imports TransformerEngine, and expects no OSError."""
+    package(tmp_path, name, f"raise OSError({BROKEN!r})")
+    done = run(path=tmp_path)
+    assert done.returncode == 1 and "1 problem(s)" in done.stdout, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if BROKEN in line}
+    assert "absent: not examined: OSError: " in lines[left] and len(lines) >= 2
+
+
 def test_it_needs_the_standard_library_alone(tmp_path):
     """As after `pip install --no-deps`; other commands end in one line."""
     folder = tmp_path / "cp_ring-0.1.0.dist-info"
