@@ -50,7 +50,7 @@ def _lines(parts: tuple[Callable[[], Lines], ...]) -> Lines:
         try:
             yield from part()
         except Exception as error:  # also what a broken package raises where it is imported
-            yield part.__name__.strip("_"), f"absent: not examined: {_reason(error)}"
+            yield part.__name__.strip("_"), f"problem: not examined: {_reason(error)}"
 
 
 def _requirements() -> Lines:

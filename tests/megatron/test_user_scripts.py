@@ -3,7 +3,12 @@ it is given.
 """
 
 import functools
+import os
+import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -16,7 +21,7 @@ from packaging.version import Version
 from cp_ring.errors import ConfigError
 from tests.certificate.checkouts import EXPERTS_ON_TP, version_of
 from tests.megatron import documents as corpora
-from tests.megatron.launch import TINY, attempt
+from tests.megatron.launch import TINY, attempt, launch
 from tests.parity.models import EXPERTS, LATENT, QWEN, REFERENCE, SPARSE
 
 FLAGS = [
@@ -137,6 +142,37 @@ def test_pretrain_vlm_of_megatron_lm(megatron_lm, tmp_path):
     run = functools.partial(losses, checkout=megatron_lm, folder=tmp_path, script="pretrain_vlm.py")
     stock, found = run(VLM.split(), 1), run([*VLM.split(), *RING, CP, "2"], 2)
     assert found == pytest.approx(stock, rel=1e-6)
+
+
+HOOK = Path(__file__).parents[2] / "docs" / "upstream" / "core_attention.diff"
+
+
+@pytest.mark.slow
+def test_a_hook_for_core_attention_of_megatron_lm(megatron_lm, tmp_path):
+    """With the diff of docs/upstream.md the ring trains by Megatron's own flag."""
+    if Version(version_of(megatron_lm)) < Version("0.20.dev0"):
+        pytest.skip("the diff is for main")
+    shutil.copytree(megatron_lm / "megatron", tmp_path / "megatron")
+    for script in megatron_lm.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    subprocess.run(["git", "apply", str(HOOK)], cwd=tmp_path, check=True)
+    path = f"{tmp_path}:{HOOK.parents[2]}"
+    (own,) = tmp_path.rglob("test_core_attention_provider.py")
+    tested = [sys.executable, "-m", "pytest", "-c", "/dev/null", str(own)]
+    subprocess.run(tested, env={**os.environ, "PYTHONPATH": path}, check=True)
+    ring = ["--core-attention", "cp_ring.megatron.adapter.attention:RingDotProductAttention"]
+    job = ["-m", "cp_ring.run", str(tmp_path / SCRIPT), *FLAGS, "--calculate-per-token-loss"]
+    found = [
+        [
+            float(loss)
+            for loss in re.findall(
+                r"lm loss: (\S+)", launch(cp, [*job, *more, CP, str(cp)], python_path=path).stdout
+            )
+        ]
+        for cp, more in ((1, []), (1, ring), (2, ring))
+    ]
+    assert len(found[0]) == 5
+    assert found[1] == pytest.approx(found[0], rel=1e-6) == found[2]
 
 
 GRPO = """
