@@ -126,5 +126,4 @@ class CallSettings:
 
 def either(names: Sequence[str]) -> str:
     """Return the names as part of a sentence: 'a', 'b' or 'c'."""
-    *others, last = map(repr, names)
-    return f"{', '.join(others)} or {last}"
+    return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))

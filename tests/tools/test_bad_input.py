@@ -39,6 +39,7 @@ TRAIN = [
     ("preset=tiny", "--set preset=tiny: expected section.key=value"),
     ("launch.ranks=-1", "-1"),
     ("cp_ring.kernel=magic", "'magic'"),
+    ("cp_ring.beneath=magic", "it must be 'te'"),
     ("cp_ring.schedule=[0,2,2,2]", "it leaves out hop 1"),
     ("cp_ring.schedule=[0,1,2,3,4,5,6]", "cp_ring.schedule 0,1,2,3,4,5,6 | 7 hops for"),
     ("cp_ring.num_slots=1", "1"),
