@@ -25,6 +25,7 @@ from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
+from torch.utils._pytree import tree_leaves
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron.adapter.ahead import share
@@ -323,10 +324,11 @@ def _check_ends(made: Any) -> None:
     """Raise `ConfigError` if the first 100 documents of no data set hold the end-of-document token,
     so that nothing would be masked; where some do, print which do not.
 
-    A blend has several data sets; the splits of a path read the same documents.
+    A blend has several data sets, and there may be several of validation; the splits of a path read
+    the same documents.
     """
     ends = {}
-    for each in made:
+    for each in tree_leaves(made):
         for one in getattr(each, "datasets", [each]):
             if documents := getattr(one, "dataset", None):
                 eod = one.config.tokenizer.eod

@@ -184,7 +184,7 @@ class Options(Settings, CallSettings):
 
     def of_ring(self) -> dict[str, Any]:
         """Return what TransformerEngine's arguments do not settle: options of `use_ring`."""
-        names = ("route", "schedule", "kernel", "num_slots", "wire_dtype")
+        names = "route", "schedule", "kernel", "num_slots", "wire_dtype"
         return {name: getattr(self, name) for name in names} | {"timeout": self.hop_timeout or None}
 
     @staticmethod

@@ -67,6 +67,11 @@ def test_a_document_ends_with_its_end_of_document_token_as_in_megatron():
         ("--data-path 3 {no} 1 {yes}", False, True),
         ("--train-data-path {yes} --valid-data-path {no}", False, True),
         ("--train-data-path {no}", True, False),
+        (
+            "--train-data-path {yes} --valid-data-path {yes} {no} --multiple-validation-sets",
+            False,
+            True,
+        ),
         ("--mock-data", False, False),
         ("--data-path {no} --dataloader-inter-document-masking", False, False),
     ],

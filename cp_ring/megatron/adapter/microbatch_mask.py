@@ -137,7 +137,7 @@ def _make_plan(
     """
     plan = spec.build(mask, cp, rank)
     own, spec = plan.proven_part(rank), replace(spec, ulysses=plan.ulysses, choice=None)
-    kind = (*kind, plan.ulysses)
+    kind = *kind, plan.ulysses
     if kind not in _proven:
         # not cached, because the next microbatch has another mask
         whole = spec.build(mask, cp)

@@ -198,7 +198,7 @@ def uncovered_layers(args: argparse.Namespace, config: Any) -> list[str]:
     """Return texts about layers of the job that no tiny model can have."""
     by_rank = "which Megatron defines by the tokens of a rank"
     relu = SPARSE in letters_of(args) and getattr(args, "dsa_indexer_scoring_relu", True)
-    offloads = ("cpu_offloading", "fine_grained_activation_offloading")
+    offloads = "cpu_offloading", "fine_grained_activation_offloading"
     texts = {
         "relu of sparse attention's scores": relu,
         "the kinds of heterogeneous blocks": hasattr(config, "per_block_parameters"),

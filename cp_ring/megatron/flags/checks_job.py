@@ -29,7 +29,7 @@ def ring(args: Asked, options: Options) -> str | None:
             "--dataloader-inter-document-masking: Megatron splits its batch rows as a whole, and "
             "TransformerEngine expects each document to be split: give --cp-ring instead"
         )
-    needing = ("document_mask", "mask_kinds", "loss_chunk", "balance_microbatches")
+    needing = "document_mask", "mask_kinds", "loss_chunk", "balance_microbatches"
     found = next((options.flag(name) for name in needing if getattr(options, name)), "")
     return (
         f"{found} needs ring attention: give --cp-ring" if found and not options.enabled else None
