@@ -7,10 +7,7 @@ by name, so that each can be a test of its own.
 In a tile, queries and keys are counted from 0. Query i sees key j where lo <= j - i <= hi.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -62,13 +59,11 @@ class KernelCase:
     kernel: AttentionKernel
     device: torch.device
     dtype: torch.dtype
-    heads: tuple[int, int, int, int]
+    heads: tuple
     scale: float
     batch: int = 2
 
-    def draw(
-        self, queries: int, keys: int, seed: int = 0, strided: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def draw(self, queries, keys, seed=0, strided=False):
         """q, k, v, dout of one tile. `strided` makes them views of tokens-first storage that holds
         NaN around them.
         """
@@ -83,14 +78,7 @@ class KernelCase:
         return (_embed(q), _embed(k), _embed(v), _embed(dout)) if strided else (q, k, v, dout)
 
 
-def check(
-    kernel: AttentionKernel,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    *,
-    only: str | None = None,
-    heads: Sequence[tuple[int, int, int, int]] = HEADS,
-) -> None:
+def check(kernel, device="cpu", dtype=torch.float32, *, only=None, heads=HEADS):
     """Checks all properties of `kernel`, or `only` one of `PROPERTIES`, on tensors of `dtype` on
     `device`.
 
@@ -209,7 +197,7 @@ def _repeats(case):
         )
 
 
-PROPERTIES: dict[str, Callable[[KernelCase], None]] = {
+PROPERTIES = {
     "full rectangles": _full,
     "causal tiles": _causal,
     "multiples of 128": _multiples_of_128,
@@ -329,7 +317,7 @@ def _band(lo, hi):
 
 
 @contextmanager
-def nan_memory() -> Iterator[None]:
+def nan_memory():
     """While this lasts, torch fills new memory with NaN instead of leaving it uninitialized, which
     is what it does where its algorithms are to be deterministic.
     """

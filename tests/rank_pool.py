@@ -6,6 +6,7 @@ import datetime
 import multiprocessing as mp
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -24,6 +25,13 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def python(*words, **options):
+    """A process of Python that has run these words, with what it wrote."""
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=LIMIT_S, **options
+    )
 
 
 def start(process):

@@ -2,8 +2,6 @@
 
 import gc
 import re
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -25,6 +23,7 @@ from cp_ring.kernels import work
 from cp_ring.plan import plan as maker
 from cp_ring.testing.oracle import Case
 from tests.loopback import LoopbackTransport
+from tests.rank_pool import python
 from tests.rings import said, same_bits
 
 N = 64
@@ -231,7 +230,7 @@ def test_exports_are_found_without_loading_torch():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         cp_ring.nothing  # noqa: B018
     line = "import sys, cp_ring; cp_ring.__version__; cp_ring.PlanError; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", line], check=False).returncode == 0
+    assert python("-c", line).returncode == 0
 
 
 def test_caches_of_plans_are_bounded_and_hold_nothing_else(monkeypatch):

@@ -1,13 +1,12 @@
 """What import-linter cannot say: the plan uses no part of torch.distributed."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import cp_ring.plan
+from tests.rank_pool import python
 
 
 def test_plan_has_no_part_of_torch_distributed():
@@ -50,5 +49,5 @@ assert state() == before, (before, state())
 
 @pytest.mark.ci
 def test_importing_what_knows_megatron_changes_nothing():
-    done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True)
+    done = python("-c", SIDE_EFFECTS)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -5,7 +5,6 @@ its tree.
 
 import argparse
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from cp_ring.plan.sizes.attention_sizes import WIRES, Wire
 from cp_ring.testing.local_ring import LocalRing
 from cp_ring.testing.oracle import Case
 from launch.budget import ROOT
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 from tests.rings import said
 
 
@@ -131,12 +130,6 @@ def test_a_setting_a_rule_and_a_patch_are_one_file_each(tmp_path):
         # a field goes before the place, an entry of a tuple behind its opening
         text = place + text if place.endswith("(") else text + place
         path.write_text(before.replace(place, text) if place else text)
-    done = subprocess.run(
-        [sys.executable, "-c", f"ROOT = {str(tmp_path)!r}\n{USED}"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
-    )
+    copy = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = python("-c", f"ROOT = {str(tmp_path)!r}\n{USED}", cwd=tmp_path, env=copy)
     assert done.returncode == 0, done.stderr

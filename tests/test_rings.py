@@ -4,14 +4,12 @@ imports little more than it runs.
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from launch.budget import ROOT, tokens
 from tests.megatron.launch import TINY, launch
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 LIMIT = 119_510  # tokens that a training job imports
 
@@ -104,15 +102,9 @@ runpy.run_module("cp_ring.pretrain_gpt", run_name="__main__", alter_sys=True)
 """
 
 
-def python(program):
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S
-    )
-
-
 @pytest.mark.ci
 def test_library_needs_torch_and_numpy_alone():
-    done = python(ALONE)
+    done = python("-c", ALONE)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("cp_ring: error: cp-ring needs the package typer: pip install")
     assert "pip install " in done.stderr
@@ -120,7 +112,7 @@ def test_library_needs_torch_and_numpy_alone():
 
 def test_importing_cp_ring_after_torch_loads_itself_alone():
     """So its time beyond that of torch is that of one small file, far below 0.15 s."""
-    done = python(LIGHT)
+    done = python("-c", LIGHT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["cp_ring"]
 

@@ -2,8 +2,6 @@
 float64.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import NamedTuple

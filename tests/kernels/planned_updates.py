@@ -1,15 +1,12 @@
 """Merges, sums and kernel calls of one rank by its plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from cp_ring.plan.lower import call_groups, lower
-from cp_ring.plan.tiles import Tiles
-from cp_ring.plan.updates import Partial, Update, gradient_updates, query_updates
+from cp_ring.plan.updates import Partial, gradient_updates, query_updates
 
 
 @dataclass(frozen=True)
@@ -18,10 +15,10 @@ class RankUpdates:
     each hop, by its index. grids: the tiles of its kernel calls in forward and in backward.
     """
 
-    out: tuple[Update, ...]
-    dq: tuple[Update, ...]
-    keys: Mapping[int, tuple[Update, ...]]
-    grids: tuple[list[Tiles], list[Tiles]]
+    out: tuple
+    dq: tuple
+    keys: Mapping
+    grids: tuple
 
 
 def rank_updates(rank_plan, kernel):

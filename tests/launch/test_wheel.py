@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import setuptools.command.build  # noqa: F401
 
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +33,8 @@ def installed(tmp_path_factory):
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(work), str(source)],
-        check=True,
-    )
+    pip = "-m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation -w"
+    python(*pip.split(), str(work), str(source), check=True)
     (wheel,) = work.glob("cp_ring-*.whl")
     assert not (source / "build").exists()
     zipfile.ZipFile(wheel).extractall(work / "target")
@@ -72,10 +68,7 @@ def told(installed, tmp_path_factory):
     for name in ("a.txt", "b.txt"):
         (elsewhere / "texts" / name).write_text(name)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(
-        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = python("-c", PROGRAM, cwd=elsewhere, env=environment)
     assert done.returncode == 0, done.stderr
     return {"folder": elsewhere, **json.loads(done.stdout.splitlines()[-1])}
 
@@ -97,8 +90,7 @@ def test_the_source_distribution_passes_its_tests(tmp_path):
     shutil.copytree(ROOT, source, ignore=lambda folder, names: [
         name for name in names if name in MADE or (name.startswith(".") and name != ".ci")
     ])  # fmt: skip
-    command = [sys.executable, "-c", build.format(str(tmp_path))]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=LIMIT_S)
+    python("-c", build.format(str(tmp_path)), cwd=source, check=True)
     (archive,) = tmp_path.glob("cp_ring-*.tar.gz")
     shutil.unpack_archive(archive, tmp_path, filter="data")
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
@@ -108,11 +100,8 @@ def test_the_source_distribution_passes_its_tests(tmp_path):
 
     missing = {name for name in files(source) - files(unpacked) if ".egg-info" not in name}
     assert not missing
-    tests = ["tests/plan/test_mask.py", "tests/docs/test_site.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests],
-        cwd=unpacked, capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    tests = "-m pytest -q -n 0 -p no:cacheprovider tests/plan/test_mask.py tests/docs/test_site.py"
+    done = python(*tests.split(), cwd=unpacked)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -127,10 +116,9 @@ def test_the_source_distribution_passes_its_tests(tmp_path):
 def test_what_is_installed_works_in_the_checkout_too(installed, tmp_path, folder, command, line):
     """There the folder of the checkout hides the installed package, which an editable one finds."""
     paths = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", *command.split()], cwd=ROOT if folder == "checkout" else tmp_path,
-        env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]}, capture_output=True, text=True,
-    )  # fmt: skip
+    where = ROOT if folder == "checkout" else tmp_path
+    found = {"PYTHONPATH": paths, "PATH": os.environ["PATH"]}
+    done = python("-S", "-m", *command.split(), cwd=where, env=found)
     assert done.returncode == 2 and done.stderr.startswith(f"cp_ring: error: {line}"), done.stderr
 
 
@@ -165,11 +153,9 @@ def test_every_module_and_data_file_is_in_the_wheel(installed):
 )
 def test_commands_run_where_only_the_wheel_is(installed, told, words, shown):
     """The command that pip would install: `cp_ring.tools.main`."""
-    command = [sys.executable, "-c", "from cp_ring.tools import main; main()", *words.split()]
-    done = subprocess.run(
-        command, cwd=told["folder"], env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    command = ["-c", "from cp_ring.tools import main; main()", *words.split()]
+    found = {**os.environ, "PYTHONPATH": str(installed)}
+    done = python(*command, cwd=told["folder"], env=found)
     assert done.returncode == 0 and shown in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 

@@ -4,8 +4,6 @@ Documents are drawn from `lengths.json`: shares of documents, in percent, by the
 have at most, as three public collections of texts have them. Within a class all lengths are alike.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

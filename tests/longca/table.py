@@ -1,7 +1,5 @@
 """The plans of cells: how fast they are predicted to be by the formula and by the referee."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,12 +38,12 @@ class Row:
     heads: int
     hops: int
     balance: float
-    formula: tuple[float, float]
-    referee: tuple[float, float]
+    formula: tuple
+    referee: tuple
     moved: float
     calls: int
     alike: bool
-    milliseconds: tuple[float, float, float, float]
+    milliseconds: tuple
 
 
 def row(cell):

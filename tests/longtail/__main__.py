@@ -2,8 +2,6 @@
 draws, in each way to split long-tailed documents over ranks in nodes of 8.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np
@@ -19,7 +17,7 @@ parser.add_argument("--shapes", default=",".join(SHAPES))
 parser.add_argument("--dev", default="", help="a checkout of Megatron-LM's branch dev")
 
 
-def main() -> None:
+def main():
     args = parser.parse_args()
     schedule = scheduler_of(args.dev) if args.dev else None
     print("| documents | ranks | microbatches | way | mean | worst | late, mean | padding |")

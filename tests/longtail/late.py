@@ -2,15 +2,10 @@
 sum of stages, here a stage's messages begin when both of their ends are there.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
-from cp_ring.plan import Plan
-from cp_ring.plan.time import Conditions
 
-
-def seconds(plan: Plan, given: Conditions) -> float:
+def seconds(plan, given):
     """Seconds of forward and backward until the last rank is done."""
     time, ring = plan.time(given), plan.ring
     end = 0.0

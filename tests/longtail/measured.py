@@ -7,8 +7,6 @@ runs `--rounds` times, in turn. Prints medians of their steps after the first `S
 largest relative difference of a loss from that of the first job.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -2,8 +2,6 @@
 the data loader, and the training process when the plan arrives; least of draws, in milliseconds.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 
@@ -16,7 +14,7 @@ from tests.longtail.shapes import RANK_TOKENS, SHAPES
 DRAWS = 5
 
 
-def costs(cp: int, seed: int) -> tuple[float, ...]:
+def costs(cp, seed):
     """Of a row over `cp` ranks: the ms for its layout, its heads, the proven plan of a rank, and
     unpickling, and the bytes that travel.
     """
@@ -25,7 +23,7 @@ def costs(cp: int, seed: int) -> tuple[float, ...]:
     mask = Mask.documents(np.concatenate([[0], np.cumsum(lengths), [n]]))
     clock = [time.perf_counter()]
 
-    def ms() -> float:
+    def ms():
         clock.append(time.perf_counter())
         return (clock[-1] - clock[-2]) * 1e3
 
@@ -42,7 +40,7 @@ def costs(cp: int, seed: int) -> tuple[float, ...]:
     return of_layout, of_heads, of_plan, ms(), len(sent)
 
 
-def main() -> None:
+def main():
     print("| ranks | layout | heads | plan and proof | together | arrival | bytes |")
     print("|--:|--:|--:|--:|--:|--:|--:|")
     for cp in (64, 256, 512):

@@ -1,13 +1,9 @@
 """Lists of document lengths, drawn so that they have quantiles that were published."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
-from cp_ring.plan.ranges import Ints
 
 RANK_TOKENS = 16_384  # the tokens that a rank holds
 
@@ -18,18 +14,18 @@ class Shape:
     longest.
     """
 
-    draw: Callable[[np.random.Generator, int], np.ndarray]
+    draw: Callable
     longest: int
     group: int = 8
 
-    def documents(self, seed: int, tokens: int) -> Ints:
+    def documents(self, seed, tokens):
         """As many lengths as fit into `tokens`."""
         drawn = self.draw(np.random.default_rng(seed), 64 + tokens // 2000)
         lengths = np.clip(drawn, 64, self.longest).astype(np.int64)
         return lengths[: np.searchsorted(np.cumsum(lengths), tokens, "right")]
 
 
-def _agentic(rng: np.random.Generator, count: int) -> np.ndarray:
+def _agentic(rng, count):
     lengths = rng.lognormal(np.log(24_000), 0.7, count)
     return np.where(rng.random(count) < 0.03, 131_072, lengths)
 

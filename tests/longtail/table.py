@@ -1,22 +1,17 @@
 """One row of the table: the same documents in each way to split them over ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cp_ring.megatron.data.packing import balanced_order, pack
 from cp_ring.plan import Layout, Mask, Plan
-from cp_ring.plan.ranges import Ints
 from cp_ring.plan.time import Conditions
 from tests.longtail import late
-from tests.longtail.shapes import RANK_TOKENS, Shape
+from tests.longtail.shapes import RANK_TOKENS
 
 FILL = 0.96  # of the tokens of all microbatches; packing into short rows loses the rest
 ONE = Conditions()
@@ -36,13 +31,13 @@ class Result:
     microbatches: int
 
 
-def ideal(lengths: Ints, ranks: int) -> float:
+def ideal(lengths, ranks):
     """The seconds of one kernel call a rank, forward and backward."""
     pairs = int((lengths * (lengths + 1) // 2).sum()) / ranks
     return pairs * sum(ONE.pair_seconds(1))
 
 
-def times(mask: Mask, layout: Layout | str, cp: int, heads: bool) -> tuple[float, float]:
+def times(mask, layout, cp, heads):
     """The seconds of a plan, by the formula and with late peers; `heads`: by the fastest number of
     ranks that exchange heads.
     """
@@ -53,7 +48,7 @@ def times(mask: Mask, layout: Layout | str, cp: int, heads: bool) -> tuple[float
     return best.time(ONE).both, late.seconds(best, ONE)
 
 
-def one_ring(lengths: Ints, ranks: int, shape: Shape, microbatches: int) -> Result:
+def one_ring(lengths, ranks, shape, microbatches):
     """All ranks are one ring, with as many rows as microbatches."""
     row = ranks * RANK_TOKENS
     packed = pack(lengths, row, cut_long=True)
@@ -64,9 +59,7 @@ def one_ring(lengths: Ints, ranks: int, shape: Shape, microbatches: int) -> Resu
     return _result(lengths, ranks, spent, packed.rows * row, packed.rows)
 
 
-def groups(
-    lengths: Ints, ranks: int, shape: Shape, microbatches: int, *, layout: str, dealt: bool
-) -> Result:
+def groups(lengths, ranks, shape, microbatches, *, layout, dealt):
     """Data-parallel groups of context-parallel ranks. dealt: rows go to groups by their work."""
     row, count = shape.group * RANK_TOKENS, ranks // shape.group
     packed = pack(lengths, row, cut_long=True)
@@ -84,16 +77,16 @@ def groups(
     return _result(lengths, ranks, slowest, rows * row, rows // count)
 
 
-def dynamic(lengths: Ints, ranks: int, shape: Shape, microbatches: int, *, schedule: Any) -> Result:
+def dynamic(lengths, ranks, shape, microbatches, *, schedule):
     """Groups by microbatch, as Megatron's scheduler makes them, each timed with cp_ring's own
     transfers: TransformerEngine moves all keys to all ranks. Ranks of a group are neighbors.
     """
     chosen = schedule(RANK_TOKENS, shape.group, ranks // shape.group, None)
     microbatches_of = chosen.get_groups_and_subsamples([*enumerate(lengths.tolist())])
-    known: dict[tuple[int, ...], tuple[float, float, int]] = {}
+    known = {}
     spent, tokens = np.zeros(2), 0
     for of_ranks in microbatches_of:
-        members: dict[tuple[int, ...], int] = {}
+        members = {}
         for ids in of_ranks:
             members[tuple(ids)] = members.get(tuple(ids), 0) + 1
         slowest = np.zeros(2)
@@ -111,13 +104,13 @@ def dynamic(lengths: Ints, ranks: int, shape: Shape, microbatches: int, *, sched
     return _result(lengths, ranks, spent, tokens, len(microbatches_of))
 
 
-def _result(lengths: Ints, ranks: int, spent: np.ndarray, tokens: int, count: int) -> Result:
+def _result(lengths, ranks, spent, tokens, count):
     least = ideal(lengths, ranks)
     padding = 1 - int(lengths.sum()) / tokens
     return Result(spent[0] / least, spent[1] / least, padding, count)
 
 
-def scheduler_of(checkout: str) -> Any:
+def scheduler_of(checkout):
     """Megatron's `DefaultDynamicCPScheduler` of a checkout of its branch dev."""
     sys.path.insert(0, checkout)
     from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler
@@ -126,10 +119,7 @@ def scheduler_of(checkout: str) -> Any:
     return DefaultDynamicCPScheduler
 
 
-Way = Callable[[Ints, int, Shape, int], Result]
-
-
-def ways(schedule: Any = None) -> Iterator[tuple[str, Way]]:
+def ways(schedule=None):
     yield "one ring, balanced", one_ring
     for layout in ("balanced", "zigzag"):
         for dealt in (True, False):
@@ -139,11 +129,11 @@ def ways(schedule: Any = None) -> Iterator[tuple[str, Way]]:
         yield "groups by microbatch", _bound(dynamic, schedule=schedule)
 
 
-def _bound(way: Callable[..., Result], **named: Any) -> Way:
+def _bound(way, **named):
     return lambda *inputs: way(*inputs, **named)
 
 
-def cell(way: Way, shape: Shape, ranks: int, microbatches: int, draws: int) -> Sequence[Result]:
+def cell(way, shape, ranks, microbatches, draws):
     """The results of `draws` lists of documents, which nearly fill all microbatches."""
     tokens = int(ranks * RANK_TOKENS * microbatches * FILL)
     return [way(shape.documents(seed, tokens), ranks, shape, microbatches) for seed in range(draws)]

@@ -1,7 +1,5 @@
 """The table of long-tailed documents: a draw of each shape."""
 
-from __future__ import annotations
-
 import pytest
 
 from cp_ring.plan import Layout, Mask, Plan

@@ -1,7 +1,5 @@
 """The versions of megatron-core that are supported, and the one line for all others."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import compat
 from launch.budget import ROOT
 from tests.megatron.launch import environment
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 
 @pytest.mark.parametrize("version", ["0.18.2", "0.19.0", "0.19.7", "0.19.2+abc", "0.20.0+d98e8a6"])
@@ -42,14 +40,8 @@ def test_a_job_is_rejected_before_anything_of_megatron_is_imported(tmp_path):
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise SystemExit('it was imported')")
     (core / "package_info.py").write_text("__version__ = '0.15.3'")
-    command = [sys.executable, "-m", "cp_ring.pretrain_gpt", "--cp-ring"]
-    done = subprocess.run(
-        command,
-        env=environment() | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    found_first = environment() | {"PYTHONPATH": str(tmp_path)}
+    done = python("-m", "cp_ring.pretrain_gpt", "--cp-ring", env=found_first)
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("cp_ring: error: ")]
     assert (

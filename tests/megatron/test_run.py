@@ -3,14 +3,13 @@ it.
 """
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from cp_ring.megatron import settings
 from tests.megatron.launch import HERE, TINY, environment, train
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 SCRIPT = str(HERE / "small_script.py")
 FLAGS = [*TINY, "--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]
@@ -62,10 +61,7 @@ def test_without_its_flags_nothing_is_changed(tmp_path):
     flags = ["--some-flag", "3", "--cp-ring-timing", "5"]
     script = tmp_path / "probe.py"
     script.write_text(PROBE)
-    command = [sys.executable, "-m", "cp_ring.run", script.name, *flags]
-    done = subprocess.run(
-        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = python("-m", "cp_ring.run", script.name, *flags, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "applied: []" in done.stdout
     assert f"script: probe.py {script}\n" in done.stdout
@@ -110,11 +106,8 @@ def test_stages_that_the_script_builds_no_rows_for(flags, text, lack):
 
 
 def test_without_cuda_the_flag_for_the_cpu_is_named():
-    done = subprocess.run(
-        [sys.executable, "-m", "cp_ring.run", SCRIPT, "--cp-ring"],
-        env=environment() | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-        timeout=LIMIT_S,
-    )  # fmt: skip
+    without = environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    done = python("-m", "cp_ring.run", SCRIPT, "--cp-ring", env=without)
     line = "cp_ring: error: --cp-ring: torch finds no CUDA device here; add --cp-ring-cpu to train"
     assert done.returncode == 2 and line in done.stderr.splitlines()[0]
 

@@ -4,8 +4,6 @@ all are obeyed by Megatron's own --exit-signal-handler.
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,7 +12,7 @@ import pytest
 
 from cp_ring import patches
 from cp_ring.megatron import signals
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 EARLY = """
 import os, signal, sys
@@ -36,9 +34,7 @@ entry.main()
 @pytest.mark.parametrize("asked", [True, False])
 def test_before_the_first_step_a_signal_ends_the_job_and_a_warning_is_kept(name, asked):
     flags = ["--exit-signal-handler"] if asked else []
-    done = subprocess.run(
-        [sys.executable, "-c", EARLY.format(flags=flags, signal=name)], timeout=LIMIT_S
-    )
+    done = python("-c", EARLY.format(flags=flags, signal=name))
     kept = asked and name == "SIGUSR1"
     assert done.returncode == (0 if kept else -getattr(signal, name))
 
@@ -64,7 +60,7 @@ code = child.wait()
 sys.last = Last()
 sys.exit(code)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == 0
+    assert python("-c", code).returncode == 0
 
 
 CHILDREN = """
@@ -139,8 +135,7 @@ def run(folder, text):
     """Runs a script of its own process, which others may be started from."""
     script = folder / "script.py"
     script.write_text(text)
-    command = [sys.executable, str(script)]
-    return subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True)
+    return python(str(script))
 
 
 def ended(pid):

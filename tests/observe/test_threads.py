@@ -1,7 +1,6 @@
 """A process whose threads ask the store ends as it should."""
 
-import subprocess
-import sys
+from tests.rank_pool import python
 
 ASKS_WHEN_IT_ENDS = """
 import time
@@ -22,7 +21,5 @@ print("done")
 
 def test_a_thread_in_a_call_of_the_store_does_not_abort_the_process():
     # Without the wait at the end, each try ended with SIGABRT.
-    ended = subprocess.run(
-        [sys.executable, "-c", ASKS_WHEN_IT_ENDS], capture_output=True, text=True
-    )
+    ended = python("-c", ASKS_WHEN_IT_ENDS)
     assert (ended.returncode, ended.stdout, "terminate" in ended.stderr) == (0, "done\n", False)

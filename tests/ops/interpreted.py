@@ -1,11 +1,9 @@
 """Runs a program whose Triton kernels are interpreted, in a process of its own."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 
 def interpreted(program):
@@ -13,6 +11,5 @@ def interpreted(program):
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [sys.executable, "-c", f"import torch; {program}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    done = python("-c", f"import torch; {program}", env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,8 +2,6 @@
 `python -m tests.parity [--models a,b] [--splits c,d] [--json] [--planted]`.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Annotated
@@ -11,7 +9,6 @@ from typing import Annotated
 import typer
 
 from tests.parity import matrix
-from tests.parity.matrix import Verdict
 from tests.parity.models import MODELS, SPLITS
 
 
@@ -24,7 +21,7 @@ def main(
     planted: Annotated[
         bool, typer.Option(help="Plant each model's fault: then every cell must be wrong.")
     ] = False,
-) -> None:
+):
     """Train each model under each split and compare it with itself at context parallel size 1; exit
     code 1 if a cell is wrong.
     """
@@ -42,7 +39,7 @@ def main(
     raise typer.Exit(int(not all(verdict.expected for verdict in verdicts)))
 
 
-def _names(given: str, known: tuple, flag: str) -> list[str]:
+def _names(given, known, flag):
     names = [name for name in given.split(",") if name]
     for name in names:
         if name not in [item.name for item in known]:
@@ -52,7 +49,7 @@ def _names(given: str, known: tuple, flag: str) -> list[str]:
     return names
 
 
-def line(verdict: Verdict) -> str:
+def line(verdict):
     """A cell in a line: its largest error, or why there is none."""
     cell, reason = verdict.cell, verdict.rejected or verdict.failed
     kind = "rejected" if verdict.rejected else "failed"

@@ -4,7 +4,6 @@ import argparse
 import inspect
 import os
 import pkgutil
-import subprocess
 import sys
 from contextlib import nullcontext
 
@@ -18,6 +17,7 @@ from cp_ring.megatron.wrapping import loaded_modules
 from cp_ring.patches.patch import Patch, parameters_of, signatures
 from tests.integrations.te_stand_in import installed
 from tests.patches.signatures import upstream
+from tests.rank_pool import python
 
 
 def test_the_table_describes_every_patch():
@@ -226,10 +226,8 @@ def test_layers_that_a_checkpoint_turns_on_get_their_patches(monkeypatch, layers
 def test_one_rank_of_a_job_says_which_cuda_libraries_are_missing():
     code = "from cp_ring import patches; patches.get('cpu_runtime').apply(); import warnings; warnings.warn('mine')"
     for rank, told in (("0", True), ("1", False)):
-        done = subprocess.run(
-            [sys.executable, "-W", "default", "-c", code], env={**os.environ, "RANK": rank},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        of_rank = {**os.environ, "RANK": rank}
+        done = python("-W", "default", "-c", code, env=of_rank, check=True)
         assert ("Apex" in done.stderr) is told and "mine" in done.stderr
 
 

@@ -2,13 +2,10 @@
 force in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,18 +35,18 @@ class Case:
 
     name: str
     cp: int
-    tokens: tuple[int, int]
-    heads: tuple[int, int]
-    sizes: tuple[int, int]
+    tokens: tuple
+    heads: tuple
+    sizes: tuple
     allowed: np.ndarray
-    call: Mapping[str, Any] = field(default_factory=dict)
+    call: Mapping = field(default_factory=dict)
     batch: int = 1
-    split: tuple[Any, ...] = ("zigzag",)
+    split: tuple = ("zigzag",)
     dtype: torch.dtype = torch.float32
-    sinks: tuple[int, ...] = ()
+    sinks: tuple = ()
     way: str = "threads"
     rejected: str = ""
-    table: Mapping[str, Any] = field(default_factory=dict)
+    table: Mapping = field(default_factory=dict)
 
     def __post_init__(self):
         if self.tokens[0] != self.tokens[1]:

@@ -2,8 +2,6 @@
 share are found by it, and it imports nothing of them.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from dataclasses import replace

@@ -8,8 +8,6 @@ forward and backward: of keys and values, of their gradients, and of the exchang
 -m tests.plan.test_same_plans` prints the table anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

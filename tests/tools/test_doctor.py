@@ -1,22 +1,19 @@
 """`cp-ring doctor`: a good installation, and one where everything that can be wrong is wrong."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cp_ring.tools import doctor
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import python
 
 BROKEN = "libcudnn.so.9: cannot open shared object file: No such file or directory"
 
 
 def run(path=""):
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    line = [sys.executable, "-m", "cp_ring.tools", "doctor"]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    return python("-m", "cp_ring.tools", "doctor", env=environment)
 
 
 def package(folder, name, text=""):
@@ -97,11 +94,8 @@ def test_it_needs_the_standard_library_alone(tmp_path):
     (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines, ""]))
     package = Path(doctor.__file__).parents[2]
     for command in ("doctor", "train quickstart"):
-        done = subprocess.run(
-            [sys.executable, "-S", "-m", "cp_ring.tools", *command.split()],
-            env={"PYTHONPATH": f"{tmp_path}:{package}"}, cwd=tmp_path,
-            capture_output=True, text=True,
-        )  # fmt: skip
+        words = ["-S", "-m", "cp_ring.tools", *command.split()]
+        done = python(*words, env={"PYTHONPATH": f"{tmp_path}:{package}"}, cwd=tmp_path)
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         said = (done.stdout + done.stderr).splitlines()
         if command == "doctor":

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.rank_pool import LIMIT_S
+from tests.rank_pool import LIMIT_S, python
 
 TINY = {
     "megatron.num_layers": 1,
@@ -34,14 +34,12 @@ TINY = {
 def line(settings):
     """The command line of `cp-ring train quickstart` with these settings."""
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "cp_ring.tools", "train", "quickstart", *overrides]
+    return ["-m", "cp_ring.tools", "train", "quickstart", *overrides]
 
 
 def train(folder, settings):
     """Runs it in `folder`."""
-    return subprocess.run(
-        line(settings), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    return python(*line(settings), cwd=folder)
 
 
 def steps(output):
@@ -75,7 +73,7 @@ def interrupted(folder, settings):
     """
     shown = []
     with (folder / "told").open("w") as told, subprocess.Popen(
-        line(settings), cwd=folder, stdout=subprocess.PIPE, stderr=told, text=True,
+        [sys.executable, *line(settings)], cwd=folder, stdout=subprocess.PIPE, stderr=told, text=True,
         start_new_session=True,
     ) as job:  # fmt: skip
         reader = threading.Thread(target=lambda: shown.extend(job.stdout))
