@@ -238,13 +238,6 @@ def values_beside_latents():
     return line
 
 
-def masks_of_a_union():
-    several = [Mask.causal(16), Mask.full(16)]
-    line = said(Mask.union, several)
-    Mask.union(*several)
-    return line
-
-
 def positions_of_other_tokens():
     line = said(Mask.from_pieces, 8, [], positions=[0, 1])
     Mask.from_pieces(8, [], positions=range(8))
@@ -294,7 +287,7 @@ CASES = {
     "leave it out only with LatentKeys": values_that_are_missing,
     "which have the values too: leave it out": values_beside_latents,
     "positions of shape {} hold {} to {}: give": positions_of_other_tokens,
-    "give them one by one, as in Mask.union(a, b)": masks_of_a_union,
+    "give them one by one, as in Mask.union(a, b)": a_list_of_masks,
 }
 ON_FOUR_RANKS = {
     "group is not given, but this job has": 0,

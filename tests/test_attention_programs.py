@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import grad
 from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -41,15 +42,13 @@ def of_running_collectives(group, options):
     def attention(wrap):
         leaves = [x.clone().requires_grad_() for x in parts]
         out = ring_attention(*map(wrap, parts), group, causal=True, **options)
-        grads = torch.autograd.grad(
-            ring_attention(*leaves, group, causal=True, **options), leaves, wrap(dout)
-        )
+        grads = grad(ring_attention(*leaves, group, causal=True, **options), leaves, wrap(dout))
         return torch.as_tensor(out + 0), *grads
 
     def pieces(wrap):
         leaf = parts[1].clone().requires_grad_()
         whole = unshard(leaf, None, group)
-        (back,) = torch.autograd.grad(whole, leaf, wrap(torch.ones_like(whole)))
+        (back,) = grad(whole, leaf, wrap(torch.ones_like(whole)))
         return unshard(wrap(leaf.detach()), None, group), roll(wrap(dout), -1, None, group), back
 
     plain = [*attention(lambda x: x), *pieces(lambda x: x)]
@@ -87,7 +86,7 @@ def test_a_call_in_inference_mode_leaves_nothing_that_training_cannot_use():
             before = step(k)
         leaf = k.clone().requires_grad_()
         loss = step(leaf)
-        (gradient,) = torch.autograd.grad(loss, leaf)
+        (gradient,) = grad(loss, leaf)
         assert torch.equal(before, loss) and gradient.isfinite().all()
         return True
 
@@ -115,8 +114,8 @@ def test_a_sink_under_a_selective_checkpoint(cp, heads):
             use_reentrant=False,
             context_fn=partial(create_selective_checkpoint_contexts, policy),
         )
-        found = torch.autograd.grad(out, leaves, dout)
-        wanted = torch.autograd.grad(call(*leaves), leaves, dout)
+        found = grad(out, leaves, dout)
+        wanted = grad(call(*leaves), leaves, dout)
         return max(float((x - y).abs().max()) for x, y in zip(found, wanted, strict=True))
 
     assert max(LocalRing(cp).run(case)) < FLOAT32

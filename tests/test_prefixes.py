@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 import cp_ring
 from cp_ring import Layout, Plan
@@ -83,12 +84,12 @@ def test_packed_sequences_are_as_one_by_one(pool, name):
         ranks = pool.run(packed, cp, weights, pack)
         for outputs, found, masked, _ in ranks:
             for index, row, logprob in zip(pack.indices, hidden, wanted, strict=True):
-                torch.testing.assert_close(outputs[index], row, rtol=0, atol=1e-10)
-                torch.testing.assert_close(found[index[:-1]], logprob, rtol=0, atol=1e-10)
-            torch.testing.assert_close(masked, sum(x.sum() for x in wanted), rtol=0, atol=1e-4)
+                assert_close(outputs[index], row, rtol=0, atol=1e-10)
+                assert_close(found[index[:-1]], logprob, rtol=0, atol=1e-10)
+            assert_close(masked, sum(x.sum() for x in wanted), rtol=0, atol=1e-4)
         for i, gradient in enumerate(truth):
             found = sum(rank[3][i] for rank in ranks)
-            torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
+            assert_close(found, gradient, rtol=0, atol=1e-10)
 
 
 def test_the_length_and_bad_input():

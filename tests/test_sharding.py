@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-import cp_ring
-from cp_ring import Layout, Mask, Plan
+from cp_ring import Layout, Mask, Plan, roll, shard, unshard
 from cp_ring.plan.moves import Moves
 from cp_ring.plan.proof import Axis, check_moves
 from cp_ring.testing.local_ring import LocalRing
@@ -37,26 +36,26 @@ def test_shard_takes_tensors_tuples_dicts_and_plans():
 
     def case(group):
         mine = plan.layout.shard(x, group.rank, 1)
-        assert torch.equal(cp_ring.shard(x, plan, group), mine)
-        assert torch.equal(cp_ring.shard(x, None, group), mine)
-        tokens, nothing = cp_ring.shard((x, None), None, group)
+        assert torch.equal(shard(x, plan, group), mine)
+        assert torch.equal(shard(x, None, group), mine)
+        tokens, nothing = shard((x, None), None, group)
         assert torch.equal(tokens, mine) and nothing is None
-        (tokens,) = cp_ring.shard([x.transpose(0, 1)], None, group, dim=0)
+        (tokens,) = shard([x.transpose(0, 1)], None, group, dim=0)
         assert torch.equal(tokens, mine.transpose(0, 1))
-        assert torch.equal(cp_ring.shard({"labels": x}, None, group)["labels"], mine)
+        assert torch.equal(shard({"labels": x}, None, group)["labels"], mine)
         return True
 
     assert all(LocalRing(2).run(case))
-    assert torch.equal(cp_ring.shard(x), x) and torch.equal(cp_ring.unshard(x), x)
+    assert torch.equal(shard(x), x) and torch.equal(unshard(x), x)
 
 
 def _model(group, x, weight, layout, reduction):
     """The whole output; and this rank's gradients of x and of a weight that all ranks share, of a
     loss that every rank computes as a whole ("mean"), or its part of it ("sum").
     """
-    part = cp_ring.shard(x, layout, group).detach().requires_grad_()
+    part = shard(x, layout, group).detach().requires_grad_()
     weight = weight.clone().requires_grad_()
-    everything = cp_ring.unshard(torch.tanh(part * weight), layout, group, reduction=reduction)
+    everything = unshard(torch.tanh(part * weight), layout, group, reduction=reduction)
     loss = (everything * torch.linspace(1, 2, everything.shape[1], dtype=x.dtype)[:, None]).square()
     if reduction == "sum" and group is not None:
         loss = loss * (torch.arange(loss.shape[1]) % group.size() == group.rank())[:, None]
@@ -80,8 +79,8 @@ def test_a_loss_of_the_whole_tensor_has_the_gradient_of_one_rank(pool, cp, reduc
 
 
 def _roll(group, x, shift, layout, options):
-    part = cp_ring.shard(x, layout, group).detach().requires_grad_()
-    rolled = cp_ring.roll(part, shift, layout, group, **options)
+    part = shard(x, layout, group).detach().requires_grad_()
+    rolled = roll(part, shift, layout, group, **options)
     (gradient,) = torch.autograd.grad((rolled * rolled.detach()).sum(), part)
     return rolled.detach(), gradient
 
@@ -115,14 +114,14 @@ def test_roll_equals_torch(pool, cp, name):
     "line, wrong",
     [
         ("layout is of type Mask: it must be a Layout or a Plan or a name or None",
-         lambda x: cp_ring.shard(x, Mask.causal(N))),
+         lambda x: shard(x, Mask.causal(N))),
         ("rank 0 holds 40 tokens of the layout, but dimension 1 of the tensor has 48",
-         lambda x: cp_ring.unshard(x, Layout.zigzag(40, 1))),
+         lambda x: unshard(x, Layout.zigzag(40, 1))),
         ("cu_seqlens must end at the 48 tokens of the whole sequence",
-         lambda x: cp_ring.roll(x, -1, cu_seqlens=[0, 40])),
-        ("dim 1.0 is not a whole number", lambda x: cp_ring.shard(x, dim=1.0)),
-        ("dim True is not a whole number", lambda x: cp_ring.unshard(x, dim=True)),
-        ("shift 1.5 is not a whole number", lambda x: cp_ring.roll(x, 1.5)),
+         lambda x: roll(x, -1, cu_seqlens=[0, 40])),
+        ("dim 1.0 is not a whole number", lambda x: shard(x, dim=1.0)),
+        ("dim True is not a whole number", lambda x: unshard(x, dim=True)),
+        ("shift 1.5 is not a whole number", lambda x: roll(x, 1.5)),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(line, wrong):
@@ -130,7 +129,7 @@ def test_bad_input_is_one_line(line, wrong):
 
 
 @pytest.mark.parametrize("dim", [2, -3, 2**63, 2**64])
-@pytest.mark.parametrize("call", [cp_ring.shard, cp_ring.unshard, partial(cp_ring.roll, shift=1)])
+@pytest.mark.parametrize("call", [shard, unshard, partial(roll, shift=1)])
 def test_a_dimension_that_is_not_there_is_one_line(call, dim):
     assert "dim=" in said(call, whole(None), dim=dim)
 

@@ -1,11 +1,11 @@
 """Ranks that make different calls stop with one line that says in what they differ."""
 
-import datetime
 import itertools
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -133,16 +133,14 @@ def test_ranks_that_roll_other_documents_stop(pool):
     assert same == "" and "shift is -1 on rank 0 and 63 on rank 1" in other
 
 
-def backward_in_turn(group, options):
+def backward_in_turn(group, call):
     """What backward says where rank 1 runs that of two equal calls in the other order."""
-    begin_anew()
-    x = torch.randn(1, N // CP, 4, 8, requires_grad=True)
-    calls = [options["call"](x, group) for _ in range(2)]
-    order = calls if group.rank() else calls[::-1]
-    lines = [said(torch.autograd.grad, out, x, torch.ones_like(out)) for out in order[:1]]
-    begin_anew()  # and they may agree again
-    again = [options["call"](x, group) for _ in range(2)]
-    return lines + [said(torch.autograd.grad, out, x, torch.ones_like(out)) for out in again[::-1]]
+    x, lines = torch.randn(1, N // CP, 4, 8, requires_grad=True), []
+    for order in (slice(group.rank(), group.rank() + 1), slice(None, None, -1)):
+        begin_anew()  # and the second time they may agree again
+        calls = [call(x, group) for _ in range(2)]
+        lines += [said(torch.autograd.grad, out, x, torch.ones_like(out)) for out in calls[order]]
+    return lines
 
 
 def ring_call(x, group):
@@ -160,7 +158,7 @@ def shards_call(x, group):
 @pytest.mark.parametrize("call", [ring_call, heads_call, shards_call])
 def test_backward_calls_in_different_orders_stop_with_both_calls(pool, call):
     """Messages of equal calls have equal sizes: the gradients would be those of the other call."""
-    first, second = pool.run(backward_in_turn, CP, {"call": call})
+    first, second = pool.run(backward_in_turn, CP, call)
     assert first == second
     assert re.search("gradient is that of call .* on rank 0 and that of call", first[0]), first
     assert first[1:] == ["", ""]
@@ -253,7 +251,7 @@ def test_messages_that_cannot_start_name_their_rank(pool):
 def within_the_timeout_of_a_group(_):
     """What rank 0 says of calls that rank 1 does not make, in groups with a timeout of a second."""
     x = torch.randn(1, N // CP, 2, 8)
-    new, known = (dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1)) for _ in range(2))
+    new, known = (dist.new_group([0, 1], timeout=timedelta(seconds=1)) for _ in range(2))
     lines = []
     if dist.get_rank() < CP:
         ring_attention(x, x, x, known)
@@ -306,10 +304,19 @@ def test_ranks_with_gpus_of_two_kinds_stop(pool):
     assert others == [first] * 3 and re.search("layout is .* on rank 0 and .* on rank", first)
 
 
+def plan_is(value):
+    """The facts of a call with this plan."""
+    return lambda: [Fact.of("plan", value)]
+
+
+def wait_at_most(agreement, seconds):
+    agreement._meetings._store.set_timeout(timedelta(seconds=seconds))
+
+
 def together(case, *args):
     """`case(agreement, rank, *args)` on two ranks that share a store; the results, or the errors."""
     store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+    store.set_timeout(timedelta(seconds=LIMIT_S))
 
     def one(rank):
         try:
@@ -325,7 +332,7 @@ def test_a_difference_between_two_comparisons_is_found_at_the_next():
     def case(agreement, rank):
         for number in range(FIRST + 4):
             name = "other" if rank and number == FIRST else str(number)
-            agreement.check(name, lambda name=name: [Fact.of("plan", name)], every=4)
+            agreement.check(name, plan_is(name), every=4)
             assert number <= FIRST + 3
         return "none"
 
@@ -368,7 +375,7 @@ def test_known_calls_in_another_order_are_found_at_the_next_new_one():
     """
 
     def case(agreement, rank):
-        calls = {name: (lambda name=name: [Fact.of("plan", name)]) for name in "abc"}
+        calls = {name: plan_is(name) for name in "abc"}
         for name in "aab":
             agreement.check(name, calls[name])
         tags = [agreement.tag]
@@ -407,7 +414,7 @@ def test_known_backward_calls_in_another_order_stop_with_both_calls(orders):
 
     def case(agreement, rank):
         for order in ORDERS[orders] * 2:
-            calls = {n: agreement.check("a", lambda: [Fact.of("plan", 7)]) for n in (1, 2)}
+            calls = {n: agreement.check("a", plan_is(7)) for n in (1, 2)}
             if order is not None:
                 for number in order:
                     calls[number]("")
@@ -424,7 +431,7 @@ def test_known_backward_calls_in_another_order_stop_with_both_calls(orders):
 def test_a_known_call_where_another_rank_makes_a_new_one_stops_both():
     def case(agreement, rank):
         for key in ["a", "a", "ab"[rank]]:
-            agreement.check(key, lambda key=key: [Fact.of("plan", key)])
+            agreement.check(key, plan_is(key))
         raise agreement.explain(RuntimeError("no message"), [1 - rank])
 
     first, second = map(str, together(case))
@@ -437,17 +444,17 @@ def test_a_rank_that_gave_up_a_call_and_one_that_makes_another_stop(follows):
     alone = threading.Event()
 
     def case(agreement, rank):
-        agreement.check("a", lambda: [Fact.of("plan", "a")])
+        agreement.check("a", plan_is("a"))
         if rank:
-            agreement._meetings._store.set_timeout(datetime.timedelta(milliseconds=50))
-            assert said(agreement.check, "b", lambda: [Fact.of("plan", "b")])
-            agreement._meetings._store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+            wait_at_most(agreement, 0.05)
+            assert said(agreement.check, "b", plan_is("b"))
+            wait_at_most(agreement, LIMIT_S)
             alone.set()
         alone.wait()
         if rank and not follows:
             return ""
         name = "db"[rank]
-        return said(agreement.check, name, lambda: [Fact.of("plan", name)])
+        return said(agreement.check, name, plan_is(name))
 
     first, second = together(case)
     assert "plan is d on rank 0 and b on rank 1" in first and second == (first if follows else "")
@@ -460,16 +467,16 @@ def test_a_rank_may_call_again_when_nobody_came(compared):
 
     def case(agreement, rank):
         def call(name):
-            return agreement.check(name, lambda: [Fact.of("plan", name)])
+            return agreement.check(name, plan_is(name))
 
         for name in "aba" if compared else "a":
             call(name)
         if rank:
-            agreement._meetings._store.set_timeout(datetime.timedelta(milliseconds=50))
+            wait_at_most(agreement, 0.05)
             line = said(call, "a" if compared else "b")
             assert "rank 1 of 2 made a call that is new to it (plan" in line
             assert "rank 0 of the group made none within 0.05 s" in line
-            agreement._meetings._store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+            wait_at_most(agreement, LIMIT_S)
             alone.set()
         alone.wait()
         call("a" if compared else "b")("")
@@ -506,6 +513,6 @@ def test_the_message_that_fails_names_its_rank():
 def test_an_error_of_messages_names_the_rank_that_does_not_send(monkeypatch):
     monkeypatch.setattr("cp_ring.comm.agreement._GRACE_S", 0.01)
     agreement = Agreement(dist.HashStore(), 0, 3)
-    agreement.check("a", lambda: [Fact.of("plan", 7)], every=0)
+    agreement.check("a", plan_is(7), every=0)
     error = agreement.explain(RuntimeError("Timed out"), [2, 1, 2])
     assert str(error) == "rank 0 of 3 waits in vain for rank 1, 2 (plan 7): Timed out"

@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-FIRST = [
-    "is_training", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv",
-    "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "dropout_p", "cp_group", "cp_global_ranks",
-    "cp_stream", "cp_comm_type",
-]  # fmt: skip
+FIRST = """is_training q k v cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv
+    cu_seqlens_q_padded cu_seqlens_kv_padded dropout_p cp_group cp_global_ranks cp_stream
+    cp_comm_type"""
 DEFAULTS = {
     "softmax_scale": None, "qkv_format": "bshd", "attn_mask_type": "causal",
     "attn_bias_type": "no_bias", "attn_bias": None, "deterministic": False,
@@ -49,7 +47,7 @@ class Stock:
 
     def __init__(self, version, more=(), without=()):
         names = {**DEFAULTS, **LATER.get(version, {}), **dict.fromkeys(more)}
-        given = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in FIRST]
+        given = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in FIRST.split()]
         given += [
             Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=x)
             for name, x in names.items()

@@ -2,8 +2,6 @@
 that TransformerEngine's backends give it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -80,6 +78,14 @@ class Call:
             found += [torch.arange(x * size, (x + 1) * size) + start for x in chunks]
         return torch.cat([*found, torch.arange(edges[-1], self.n).chunk(self.cp)[rank]]
                          if edges[-1] < self.n else found)  # fmt: skip
+
+
+PACKED = Call(form="thd", edges=(0, 24, 64))
+
+
+def parts_of(call, group):
+    """q, k and v of this rank."""
+    return [shard(call, x, dist.get_rank(group)) for x in call.draw()[0][:3]]
 
 
 def _groups(group, comm):
@@ -259,7 +265,7 @@ PLANTED = {
 SEEN = {
     "window": Call(causal=False, window=(3, 9)),
     "sink": Call(sink=True),
-    "offset": Call(form="thd", edges=(0, 24, 64), ends=(20, 64)),
+    "offset": replace(PACKED, ends=(20, 64)),
 }
 
 
@@ -273,26 +279,25 @@ def test_a_planted_fault_is_found(pool, fault):
 PAIRS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
 
 
-def microbatches(group, calls, planted):
+def microbatches(group, planted):
     """A call with each of `PAIRS`, with the same offsets in all."""
     _groups(group, "a2a+p2p")
     with ring() as (package, patch):
         if planted:
             _first_group(patch)
         groups = [next(x for x in pair if dist.get_rank() in x) for pair in PAIRS]
-        return [
-            _attend(_made(ranks)[-1], call, package, "2.20.2")
-            for call, ranks in zip(calls, groups, strict=True)
-        ]
+        return [_attend(_made(ranks)[-1], PACKED, package, "2.20.2") for ranks in groups]
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("planted", [False, True])
 def test_each_microbatch_may_have_a_group_of_its_own(pool, planted):
-    calls = [Call(form="thd", edges=(0, 24, 64)), Call(form="thd", edges=(0, 24, 64))]
-    first, second = zip(*pool.run(microbatches, 4, calls, planted), strict=True)
-    assert off(calls[0], first[:2]) < 1 and off(calls[0], first[2:]) < 1
-    assert (off(calls[1], second[::2]) < 1) != planted
+    first, second = zip(*pool.run(microbatches, 4, planted), strict=True)
+    assert off(PACKED, first[:2]) < 1 and off(PACKED, first[2:]) < 1
+    assert (off(PACKED, second[::2]) < 1) != planted
+
+
+MOVED = replace(PACKED, edges=(0, 40, 64))
 
 
 def passes(group):
@@ -301,10 +306,7 @@ def passes(group):
     """
     reads, counts = [], []
     right = beneath.offsets
-    edges, others = (0, 24, 64), (0, 40, 64)
-    call, rank = Call(form="thd", edges=edges), dist.get_rank(group)
-    tensors, _ = call.draw()
-    q, k, v = (shard(call, x, rank) for x in tensors[:3])
+    q, k, v = parts_of(PACKED, group)
     with ring() as (package, patch):
         patch.setattr(beneath, "offsets", lambda *x: reads.append(x) or right(*x))
 
@@ -320,16 +322,16 @@ def passes(group):
             out.sum().backward()
             counts.append(len(reads))
 
-        given = arguments(call, group)
+        given = arguments(PACKED, group)
         through(given)
         through(given)
-        through(arguments(call, group))
+        through(arguments(PACKED, group))
         # as a collective does, which leaves the version of a tensor as it was
-        given["cu_seqlens"][0].data.copy_(torch.tensor(others))
-        moved = replace(call, edges=others)
-        leaves = [shard(moved, x, rank).requires_grad_() for x in tensors[:3]]
+        given["cu_seqlens"][0].data.copy_(torch.tensor(MOVED.edges))
+        leaves = [x.requires_grad_() for x in parts_of(MOVED, group)]
         out = forward(package, *leaves, layer_number=4, **given)
-        grads = torch.autograd.grad(out, leaves, shard(moved, tensors[3], rank))
+        dout = shard(MOVED, MOVED.draw()[0].dout, dist.get_rank(group))
+        grads = torch.autograd.grad(out, leaves, dout)
     return counts, [x[None] for x in (out.detach(), *grads)]
 
 
@@ -337,7 +339,7 @@ def passes(group):
 def test_offsets_are_read_once_a_microbatch(pool):
     counts, parts = zip(*pool.run(passes, 2), strict=True)
     assert counts[0] == counts[1] == [1, 1, 2, 2, 3, 3]
-    assert off(Call(form="thd", edges=(0, 40, 64)), parts) < 1
+    assert off(MOVED, parts) < 1
 
 
 FEATURES = {
@@ -359,8 +361,8 @@ def left(group, window, strict):
     """What each of `FEATURES` says and ends in."""
     ends = {}
     for name, feature in FEATURES.items():
-        call = Call(form="thd", edges=(0, 24, 64)) if "cuda_graph" in feature else Call()
-        q, k, v = (shard(call, x, dist.get_rank(group)) for x in call.draw()[0][:3])
+        call = PACKED if "cuda_graph" in feature else Call()
+        q, k, v = parts_of(call, group)
         given = {**arguments(call, group), "window_size": window, **feature}
         keys = given.pop("keys", None)
         parts = q, k[:keys], v[:keys]
@@ -453,12 +455,11 @@ WRONG_OFFSETS = {
 
 
 def wrong_offsets(group):
-    call, lines = Call(form="thd", edges=(0, 24, 64)), []
-    parts = [shard(call, x, dist.get_rank(group)) for x in call.draw()[0][:3]]
+    parts, lines = parts_of(PACKED, group), []
     with ring() as (package, _):
         for each in WRONG_OFFSETS.values():
             given = [None if x is None else torch.tensor(x, dtype=torch.int32) for x in each]
-            more = arguments(call, group) | {"cu_seqlens": given}
+            more = arguments(PACKED, group) | {"cu_seqlens": given}
             lines.append(said(forward, package, *parts, **more))
     return lines
 

@@ -15,6 +15,7 @@ from cp_ring import patches
 from cp_ring.errors import ConfigError
 from cp_ring.integrations import transformer_engine as te
 from tests.certificate.faults import _averaged_by_rank
+from tests.megatron.layers import configuration
 from tests.megatron.worker import output_to, place
 
 N = 64
@@ -55,15 +56,12 @@ BENEATH = {
 
 def examined(core, step, packed=False, **more):
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tests.certificate.specs import with_core
 
-    config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, hidden_dropout=0.0,
-        attention_dropout=0.0, context_parallel_size=2, use_cpu_initialization=True,
-        calculate_per_token_loss=True, masked_softmax_fusion=False, window_size=(15, 0),
-        window_attn_skip_freq=2, **more,
+    config = configuration(
+        hidden_size=64, num_query_groups=2, context_parallel_size=2, calculate_per_token_loss=True,
+        masked_softmax_fusion=False, window_size=(15, 0), window_attn_skip_freq=2, **more,
     )  # fmt: skip
     build = partial(
         GPTModel, transformer_layer_spec=with_core(core), vocab_size=256, max_sequence_length=N,

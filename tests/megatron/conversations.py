@@ -10,18 +10,7 @@ from pathlib import Path
 
 from cp_ring.tools.corpus import _save_tokenizer, _train_tokenizer
 
-FILES = (
-    "argparse",
-    "ast",
-    "calendar",
-    "configparser",
-    "csv",
-    "dis",
-    "fractions",
-    "heapq",
-    "inspect",
-    "textwrap",
-)
+FILES = "argparse ast calendar configparser csv dis fractions heapq inspect textwrap"
 SPECIAL = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>", "<unk>"]
 
 
@@ -29,7 +18,7 @@ def documented():
     """(name, documentation) of each documented function and class of some modules of the standard
     library.
     """
-    for name in FILES:
+    for name in FILES.split():
         tree = ast.parse((Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):

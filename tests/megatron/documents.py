@@ -28,13 +28,5 @@ def write(prefix, documents=600, longest=60, seed=3, skewed=False, lengths=(), e
 
 def data(prefix):
     """Megatron's flags for the data set."""
-    return [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "255",
-        "--data-path",
-        prefix,
-        "--split",
-        "90,5,5",
-    ]
+    words = "--tokenizer-type NullTokenizer --vocab-size 255 --split 90,5,5 --data-path"
+    return [*words.split(), prefix]

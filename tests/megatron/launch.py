@@ -77,9 +77,9 @@ class Outcome:
     end of the output, rejection.
     """
 
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    validation: list[float] = field(default_factory=list)
+    losses: list = field(default_factory=list)
+    grad_norms: list = field(default_factory=list)
+    validation: list = field(default_factory=list)
     code: int = 0
     output: str = ""
     rejected: str = ""
@@ -89,7 +89,7 @@ def attempt(ranks, name, flags, folder, common=TINY, fault="", data=""):
     """Runs one job as `train` does, and tells what became of it."""
     log = folder / f"{name}.log"
     code = fork(ranks, (_job(name, flags, common, fault, data), folder, log))
-    steps, lines = trace(folder, name).values(), _lines(folder, name)
+    steps, lines = trace(folder, name).values(), lines_of(folder, name)
     passes = {
         line["pass"]: line["validation"] for line in lines if line.get("validation") is not None
     }
@@ -170,7 +170,7 @@ def trace(folder, name):
     rank read.
     """
     steps = {}
-    for line in _lines(folder, name):
+    for line in lines_of(folder, name):
         if "step" in line:
             step = steps.setdefault(
                 line["step"], {"loss": None, "grad_norm": line["grad_norm"], "rows": set()}
@@ -180,7 +180,8 @@ def trace(folder, name):
     return steps
 
 
-def _lines(folder, name):
+def lines_of(folder, name):
+    """What all ranks of job `name` have written."""
     return [
         json.loads(line)
         for path in sorted(folder.glob(f"{name}.*.jsonl"))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cp_ring.megatron.wrapping import replaced
-from tests.megatron import worker
+from tests.megatron import layers, worker
 
 
 def main(folder):
@@ -120,11 +120,9 @@ def without_gradients(example):
 
 
 def configuration(cp, **more):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0, hidden_dropout=0.0, context_parallel_size=cp,
-        calculate_per_token_loss=True, use_cpu_initialization=True, masked_softmax_fusion=False, **more,
+    return layers.configuration(
+        hidden_size=64, context_parallel_size=cp, calculate_per_token_loss=True,
+        masked_softmax_fusion=False, **more,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import Module, Parameter
 
 from cp_ring.errors import ConfigError
 from cp_ring.megatron import settings
@@ -18,14 +19,14 @@ ALONE = SimpleNamespace(size=lambda: 1)
 C, KEY, VALUE, HEADS = 6, 4, 3, 2
 
 
-class ColumnParallelLinear(torch.nn.Module):
+class ColumnParallelLinear(Module):
     """A projection as Megatron's: named so, with `config` and `weight`."""
 
     def __init__(self, **config):
         super().__init__()
         fused = {"gradient_accumulation_fusion": False}
         self.config = SimpleNamespace(sequence_parallel=False, **fused | config)
-        self.weight = torch.nn.Parameter(torch.randn(HEADS * (KEY + VALUE), C))
+        self.weight = Parameter(torch.randn(HEADS * (KEY + VALUE), C))
 
     def forward(self, x):
         return x @ self.weight.T
@@ -35,11 +36,11 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, normalization):
         super().__init__()
         self.normalization, self.eps, self.zero_centered_gamma = normalization, 1e-5, True
-        self.layer_norm_weight = torch.nn.Parameter(torch.randn(C))
-        self.layer_norm_bias = torch.nn.Parameter(torch.randn(C))
+        self.layer_norm_weight = Parameter(torch.randn(C))
+        self.layer_norm_bias = Parameter(torch.randn(C))
 
 
-class Layer(torch.nn.Module):
+class Layer(Module):
     """An attention layer: its core attention takes what the tap saw."""
 
     def __init__(self, projection):
@@ -73,7 +74,7 @@ def test_a_norm_that_is_fused_into_the_projection_is_applied(normalization):
 
 def test_the_gradient_of_a_fused_weight_goes_into_main_grad():
     for main in (None, torch.ones(3)):
-        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        weight = Parameter(torch.ones(3, dtype=torch.bfloat16))
         if main is not None:
             weight.main_grad = main
         (2 * _IntoMainGrad.apply(weight)).sum().backward()
@@ -100,7 +101,7 @@ def test_another_projection_is_rejected_by_name():
     ):
         linked(Layer)(LoraLinear())(torch.randn(5, 2, C))
     biased = ColumnParallelLinear()
-    biased.bias = torch.nn.Parameter(torch.ones(3))
+    biased.bias = Parameter(torch.ones(3))
     with pytest.raises(ConfigError, match="does not support a bias of linear_kv_up_proj"):
         linked(Layer)(biased)(torch.randn(5, 2, C))
 

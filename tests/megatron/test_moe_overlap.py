@@ -6,7 +6,6 @@ context-parallel group keep one order on all of its ranks, and the buffers of a 
 that call alone.
 """
 
-import json
 import shlex
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from cp_ring.megatron import gpt
-from tests.megatron.launch import TINY, trace, train
+from tests.megatron.launch import TINY, lines_of, trace, train
 
 EXPERTS = shlex.split("""
     --cp-ring --cp-ring-cpu --train-iters 3 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --bf16
@@ -31,12 +30,7 @@ def steps(folder, name):
 
 def sent(folder, name):
     """What each rank has sent and computed by the end of each step."""
-    lines = [
-        json.loads(text)
-        for path in sorted(folder.glob(f"{name}.*.jsonl"))
-        for text in path.read_text().splitlines()
-    ]
-    return [(line["step"], line["hops"], line["sent"]) for line in lines]
+    return [(line["step"], line["hops"], line["sent"]) for line in lines_of(folder, name)]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 
 from cp_ring.testing.oracle import dense, error
 from tests.megatron.groups import program
+from tests.megatron.layers import configuration
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -18,12 +19,8 @@ def layer_of(mask):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * D, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        use_cpu_initialization=True, attention_dropout=0.0,
-    )  # fmt: skip
+    config = configuration(hidden_size=HEADS * D, num_query_groups=GROUPS)
     spec = get_gpt_layer_local_spec().submodules.self_attention
     spec.params = {"attn_mask_type": AttnMaskType[mask]}
     return build_module(spec, config=config, layer_number=1).core_attention

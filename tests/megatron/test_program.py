@@ -17,6 +17,7 @@ from cp_ring.megatron import compat, program, settings
 from cp_ring.megatron.adapter.config import in_force
 from tests.megatron import program_worker
 from tests.megatron.launch import fork
+from tests.megatron.layers import configuration
 
 no_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU runtime is inert where CUDA is present"
@@ -72,21 +73,9 @@ def enabled():
 def build(**more):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    sizes = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    }
-    return GPTModel(
-        TransformerConfig(**sizes | more),
-        get_gpt_layer_local_spec(),
-        vocab_size=64,
-        max_sequence_length=64,
-    )
+    config = configuration(use_cpu_initialization=False, **more)
+    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
 
 
 def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, capfd):
@@ -122,12 +111,8 @@ def test_models_are_checked_and_examined_when_they_are_built(one_rank, enabled, 
 def test_the_fused_rotary_embedding_is_switched_off_where_it_cannot_have_the_positions(
     enabled, capfd
 ):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     enabled(layout="balanced", document_mask=True, seq_length=64, micro_batch_size=2)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, attention_dropout=0.0
-    )
+    config = configuration()
     config.apply_rope_fusion = True  # which needs TransformerEngine when it is made
     program.accept_model(config)
     assert config.apply_rope_fusion is False

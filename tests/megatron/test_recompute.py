@@ -10,7 +10,7 @@ import torch
 from cp_ring.megatron.adapter import recomputation
 from cp_ring.megatron.wrapping import around
 from cp_ring.observe.counters import record
-from tests.megatron.layers import core_attention
+from tests.megatron.layers import configuration, core_attention
 
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 32, 4, 16, 2
 FULL = {
@@ -31,20 +31,11 @@ def build(**values):
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        hidden_dropout=0.2,
-        use_cpu_initialization=True,
-        softmax_type="learnable",
-        window_size=(5, 0),
-        window_attn_skip_freq=2,
-        **values,
-    )
+    config = configuration(
+        num_layers=LAYERS, hidden_dropout=0.2, softmax_type="learnable", window_size=(5, 0),
+        window_attn_skip_freq=2, **values,
+    )  # fmt: skip
     torch.manual_seed(3)
     return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=TOKENS)
 

@@ -4,16 +4,20 @@ every layout.
 The CUDA kernels of mamba_ssm and fla have stand-ins in torch (tests/parity/recurrent.py).
 """
 
-import argparse
 import itertools
+from argparse import Namespace
 from unittest import mock
 
 import pytest
 import torch
+from torch.testing import assert_close
 
-from cp_ring import Layout, Mask
+from cp_ring import Layout, Mask, Options
+from cp_ring.megatron.adapter.asked import Asked
+from cp_ring.megatron.flags.recurrent_choice import choose, mixers, rejection
 from cp_ring.recurrent.pieces import Pieces
 from tests.megatron import recurrent_layers
+from tests.megatron.layers import configuration
 from tests.recurrent.test_states import sent
 
 
@@ -45,7 +49,7 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
     q, k, v, beta, g = (x.float() for x in (q, kernels.l2norm(k), v, beta, -draw(2, 70, 2).exp()))
     ours, _ = kernels.delta_rule(q, k, v, g=g, beta=beta)
     theirs, _ = kernels.gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
-    torch.testing.assert_close(ours, theirs)
+    assert_close(ours, theirs)
     if not hasattr(kernels.gated_delta_net, "torch_chunk_gdn2"):  # since 0.20
         return
     by_channel = {
@@ -56,7 +60,7 @@ def test_the_delta_rule_is_megatrons_own_in_torch(kernels):
     by_channel = {name: x.float() for name, x in by_channel.items()}
     ours, _ = kernels.delta_rule(q, k, v, **by_channel)
     theirs, _ = kernels.gated_delta_net.torch_chunk_gdn2(q, k, v, **by_channel)
-    torch.testing.assert_close(ours, theirs)
+    assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "delta_net", "deterministic"])
@@ -76,7 +80,7 @@ def test_a_layer_with_documents_is_the_layer_on_each_document_alone(
     alone = [
         recurrent_layers.call(layer, stream[a:b], None) for a, b in itertools.pairwise(offsets)
     ]
-    torch.testing.assert_close(ours, torch.cat(alone).squeeze(1), rtol=1e-4, atol=1e-6)
+    assert_close(ours, torch.cat(alone).squeeze(1), rtol=1e-4, atol=1e-6)
 
 
 def test_states_restart_at_documents_and_padding_and_fork_at_branches():
@@ -109,14 +113,10 @@ def test_an_evaluation_in_inference_mode_leaves_indices_for_training():
 
 def test_each_model_of_a_program_settles_its_way():
     """`auto` takes states where heads do not divide; what a program gives holds for all models."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from cp_ring import patches
     from cp_ring.megatron import program, settings
-    from cp_ring.megatron.adapter.asked import Asked
-    from cp_ring.megatron.options import Options
 
-    asked = Asked(argparse.Namespace(program=True))
+    asked = Asked(Namespace(program=True))
     assert patches.get("recurrent_layers").needed(asked, Options(enabled=True))
     before = settings.current()
     try:
@@ -124,10 +124,9 @@ def test_each_model_of_a_program_settles_its_way():
             settings.configure(Options(enabled=True, recurrent=given))
             program.begin(program.Program(64, recurrent=given))
             for way, (groups, heads) in zip(ways, ((4, 8), (1, 3), (4, 8)), strict=True):
-                config = TransformerConfig(
-                    num_layers=2, hidden_size=32, num_attention_heads=4, context_parallel_size=2,
-                    is_hybrid_model=True, mamba_head_dim=8, mamba_state_dim=8, attention_dropout=0.0,
-                    mamba_num_groups=groups, mamba_num_heads=heads, use_cpu_initialization=True,
+                config = configuration(
+                    context_parallel_size=2, is_hybrid_model=True, mamba_head_dim=8,
+                    mamba_state_dim=8, mamba_num_groups=groups, mamba_num_heads=heads,
                 )  # fmt: skip
                 program.accept_model(config)
                 assert settings.current().recurrent == way
@@ -144,21 +143,17 @@ NANO = {"hybrid_layer_pattern": "M*-", "mamba_num_heads": 64, "mamba_head_dim": 
 @pytest.mark.parametrize(("model", "share"), [(QWEN_NEXT, 8), (NANO, 20)])
 def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
     """Of Qwen3-Next and Nemotron 3 Nano, with the halo of the convolution."""
-    from cp_ring.megatron.adapter.asked import Asked
-    from cp_ring.megatron.flags.recurrent_choice import choose, mixers
 
-    asked = Asked(argparse.Namespace(num_layers=4, **SIZES, **model))
+    asked = Asked(Namespace(num_layers=4, **SIZES, **model))
     ((_, sizes),) = mixers(asked)
     pieces = Pieces.of(Layout.zigzag(131_072, 8), [0], [-1])
     halo = 14 * 3 * sizes.channels * sizes.element
     maps = sum(sent(each.moves) for each in pieces.rounds) * sizes.map_bytes
     assert (maps + halo) * share < 8 * sizes.exchange_bytes(131_072 // 8, 8)
     assert choose(asked) == "states"
-    asked = Asked(argparse.Namespace(num_layers=4, **{**SIZES, "seq_length": 64}, **model))
+    asked = Asked(Namespace(num_layers=4, **{**SIZES, "seq_length": 64}, **model))
     assert choose(asked) == "heads"
-    asked = Asked(
-        argparse.Namespace(**{**SIZES, "context_parallel_size": 48}, num_layers=4, **model)
-    )
+    asked = Asked(Namespace(**{**SIZES, "context_parallel_size": 48}, num_layers=4, **model))
     assert choose(asked) == "states"
 
 
@@ -168,27 +163,19 @@ def test_states_are_few_bytes_of_what_an_exchange_of_heads_sends(model, share):
      ({"mamba_num_groups": 4, "linear_num_key_heads": 4}, "states")],
 )  # fmt: skip
 def test_kinds_of_layers_take_states_each_where_their_heads_do_not_divide(sizes, way):
-    from cp_ring.megatron.adapter.asked import Asked
-    from cp_ring.megatron.flags.recurrent_choice import choose, rejection
-    from cp_ring.megatron.options import Options
 
     few = {**SIZES, "seq_length": 64, "hybrid_layer_pattern": "M*G-"}
-    asked = Asked(argparse.Namespace(**few, **sizes))
+    asked = Asked(Namespace(**few, **sizes))
     assert choose(asked) == way
-    asked = Asked(argparse.Namespace(**few, mamba_num_groups=4, linear_num_key_heads=4))
+    asked = Asked(Namespace(**few, mamba_num_groups=4, linear_num_key_heads=4))
     said = rejection(asked, Options.make(recurrent=way)) or ""
     assert ("among 8 ranks: leave out --cp-ring-recurrent " + way in said) is (way != "states")
 
 
 def test_a_gated_delta_product_has_larger_states_than_mamba():
-    from cp_ring.megatron.adapter.asked import Asked
-    from cp_ring.megatron.flags.recurrent_choice import mixers
 
     product = {"spec": ["a.module", "gated_delta_product_stack_spec"], "gdp_num_householder": 2}
-    sizes = [
-        dict(mixers(Asked(argparse.Namespace(**SIZES, **NANO, **more))))["M"]
-        for more in ({}, product)
-    ]
+    sizes = [dict(mixers(Asked(Namespace(**SIZES, **NANO, **more))))["M"] for more in ({}, product)]
     assert [each.map_bytes for each in sizes] == [
         64 * (64 * 128 + 1) * 4,
         64 * 128 * (64 + 128) * 4,

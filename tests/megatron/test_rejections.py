@@ -55,15 +55,20 @@ def parse(monkeypatch, applied):
     return parse_flags
 
 
-def rejections_of(parse, capsys, *flags):
-    """The lines with which the flags are rejected."""
-    with pytest.raises(SystemExit) as stop:
-        parse(*flags)
-    said = capsys.readouterr().err.splitlines()
-    lines = [line for line in said if line.startswith("cp_ring")]
-    assert stop.value.code == 2 and not torch.distributed.is_initialized()
-    assert lines and all(line.startswith("cp_ring: error: ") for line in lines)
-    return [line.removeprefix("cp_ring: error: ") for line in lines]
+@pytest.fixture
+def rejections_of(parse, capsys):
+    """The lines with which flags are rejected."""
+
+    def lines_of(*flags):
+        with pytest.raises(SystemExit) as stop:
+            parse(*flags)
+        said = capsys.readouterr().err.splitlines()
+        lines = [line for line in said if line.startswith("cp_ring")]
+        assert stop.value.code == 2 and not torch.distributed.is_initialized()
+        assert lines and all(line.startswith("cp_ring: error: ") for line in lines)
+        return [line.removeprefix("cp_ring: error: ") for line in lines]
+
+    return lines_of
 
 
 CHECKS = (checks_attention, checks_documents, checks_job, codec_choice, comm_types, resolve)
@@ -217,7 +222,7 @@ def test_a_script_of_checkouts_that_cannot_run_ends_in_one_line(megatron_lm):
     assert done.stdout.index(lines[0]) < done.stdout.index("Traceback")  # torch's launcher's
 
 
-def test_all_reasons_at_once(parse, capsys):
+def test_all_reasons_at_once(rejections_of):
     """Each in a line, whatever else is wrong."""
     wrong = [
         "--attention-dropout",
@@ -225,7 +230,7 @@ def test_all_reasons_at_once(parse, capsys):
         "--cp-ring-balance-microbatches",
         "--batch-invariant-mode",
     ]
-    lines = rejections_of(parse, capsys, *BASE, *CP4, *wrong)
+    lines = rejections_of(*BASE, *CP4, *wrong)
     assert len(lines) == 3 and all(any(word in line for line in lines) for word in wrong[::2])
 
 
@@ -313,10 +318,10 @@ def test_double_backward(one_rank):
 
 
 @pytest.mark.parametrize("flags", [[], ["--transformer-impl", "transformer_engine"]])
-def test_layers_of_a_package_that_is_not_there(parse, capsys, monkeypatch, flags):
+def test_layers_of_a_package_that_is_not_there(parse, rejections_of, monkeypatch, flags):
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: False)
     line = [*TINY, "--train-iters", "1", "--cp-ring", *flags]
-    (error,) = rejections_of(parse, capsys, *line)
+    (error,) = rejections_of(*line)
     assert error.startswith("transformer_impl: transformer_engine") and '".[te]"' in error
     for accepted in (["--transformer-impl", "local"], ["--spec", "json", "loads"]):
         assert parse(*TINY, "--train-iters", "1", "--cp-ring", *accepted)
@@ -338,26 +343,26 @@ def test_the_cpu_runtime_needs_one_flag(parse):
     assert not args.gradient_reduce_div_fusion  # gloo has no such reduction
 
 
-def test_graphs_without_cuda(parse, capsys):
-    (line,) = rejections_of(parse, capsys, *BASE, "--cuda-graph-impl", "local")
+def test_graphs_without_cuda(rejections_of):
+    (line,) = rejections_of(*BASE, "--cuda-graph-impl", "local")
     assert line.endswith("local needs CUDA, and --cp-ring-cpu runs without it: give none")
-    (line,) = rejections_of(parse, capsys, *BASE, "--enable-cuda-graph")
+    (line,) = rejections_of(*BASE, "--enable-cuda-graph")
     assert line.endswith("graph needs CUDA, and --cp-ring-cpu runs without it: leave it out")
 
 
-def test_a_file_that_replaces_the_flags(parse, capsys, tmp_path):
-    (line,) = rejections_of(parse, capsys, *BASE, f"--yaml-cfg={tmp_path}/job.yaml")
+def test_a_file_that_replaces_the_flags(rejections_of, tmp_path):
+    (line,) = rejections_of(*BASE, f"--yaml-cfg={tmp_path}/job.yaml")
     assert line.endswith(
         "--yaml-cfg replaces all flags, those of cp_ring too: give its values as flags"
     )
 
 
-def test_an_empty_data_set(parse, capsys, tmp_path):
+def test_an_empty_data_set(rejections_of, tmp_path):
     for suffix in (".idx", ".bin"):
         (tmp_path / f"corpus{suffix}").touch()
     corpus = f"{tmp_path}/corpus"
     flags = [*MODEL, *TRAIN, "--cp-ring", "--train-iters", "1", "--data-path", corpus]
-    lines = rejections_of(parse, capsys, *flags)
+    lines = rejections_of(*flags)
     assert any(f"--data-path {corpus}: {corpus}.idx is empty" in line for line in lines)
 
 
@@ -441,7 +446,7 @@ def test_megatrons_own_objections_are_one_line_and_ours_stay_as_they_are():
 
 
 @pytest.mark.parametrize("sft", [True, False])
-def test_a_split_without_documents_is_rejected(parse, capsys, tmp_path, sft):
+def test_a_split_without_documents_is_rejected(parse, rejections_of, tmp_path, sft):
     """Megatron's data sets divide by zero after training, or count epochs of nothing for ever."""
     if sft:
         (tmp_path / "talks.jsonl").write_text("{}\n" * 40)
@@ -454,15 +459,13 @@ def test_a_split_without_documents_is_rejected(parse, capsys, tmp_path, sft):
         (tmp_path / "data").mkdir()  # of Megatron's cache
         data = ["--data-path", str(tmp_path / "data")]
     flags = [*(x for x in BASE if x != "--mock-data"), *CP2, *data]
-    (line,) = rejections_of(parse, capsys, *flags, "--split", "969,30,1")
+    (line,) = rejections_of(*flags, "--split", "969,30,1")
     assert line.startswith("--split 969,30,1 leaves test none of the 40 documents of --data-path")
     assert line.endswith("give --split 100,0,0 and --eval-iters 0, or more documents")
     for right in (["--split", "100,0,0"], ["--split", "80,10,10"]):
         parse(*flags, *right)
     path, elsewhere = flags.pop(), "s3://bucket/data"
-    (of_blend,) = rejections_of(
-        parse, capsys, *flags, "1", elsewhere, "2", path, "--split", "969,30,1"
-    )
+    (of_blend,) = rejections_of(*flags, "1", elsewhere, "2", path, "--split", "969,30,1")
     assert of_blend == line
     parse(*flags, elsewhere)
 

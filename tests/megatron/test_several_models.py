@@ -15,6 +15,16 @@ pytestmark = pytest.mark.xdist_group("pool")
 N, ROWS = 32, 4
 
 
+def batch(rows):
+    """The batch of rows of N + 1 tokens."""
+    places = torch.arange(N).expand(len(rows), N)
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:], "position_ids": places}
+
+
+def drawn(rows=1):
+    return torch.randint(VOCAB, (rows, N + 1), generator=torch.Generator().manual_seed(9))
+
+
 def groups_of(cp_group):
     """Megatron's groups, with another context-parallel one."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -31,7 +41,7 @@ def gradients(group):
     import cp_ring.megatron
     from cp_ring.megatron.adapter.documents import ALONE
 
-    rows = torch.randint(VOCAB, (ROWS, N + 1), generator=torch.Generator().manual_seed(9))
+    rows = drawn(ROWS)
     rank, found = dist.get_rank(), {}
     with program(2):
         from megatron.core import parallel_state
@@ -44,10 +54,9 @@ def gradients(group):
             "four": (build(4, groups=groups_of(group)), group, rows),
         }
         for name, (student, cp_group, mine) in students.items():
-            places = torch.arange(N).expand(len(mine), N)
+            whole = batch(mine)
             with torch.no_grad():
-                wanted = teacher(mine[:, :-1], places, None).softmax(-1)
-            whole = {"tokens": mine[:, :-1], "labels": mine[:, 1:], "position_ids": places}
+                wanted = teacher(whole["tokens"], whole["position_ids"], None).softmax(-1)
             part = cp_ring.megatron.split_batch(whole, cp_group)
             if cp_group is not ALONE:
                 wanted = cp_ring.shard(wanted, group=cp_group)
@@ -102,9 +111,7 @@ def of_two_windows(_):
     import cp_ring.megatron
     from cp_ring.megatron.adapter.documents import ALONE
 
-    row = torch.randint(VOCAB, (1, N + 1), generator=torch.Generator().manual_seed(9))
-    whole = {"tokens": row[:, :-1], "labels": row[:, 1:], "position_ids": torch.arange(N)[None]}
-    found = []
+    whole, found = batch(drawn()), []
     with program(2, layout="balanced", seq_length=N):
         from megatron.core import parallel_state
 
@@ -133,9 +140,7 @@ def beside_documents(_):
     import cp_ring.megatron
     from cp_ring.megatron.adapter.documents import ALONE
 
-    row = torch.randint(VOCAB, (1, N + 1), generator=torch.Generator().manual_seed(9))
-    places = torch.arange(N)[None]
-    whole = {"tokens": row[:, :-1], "labels": row[:, 1:], "position_ids": places}
+    whole = batch(drawn())
     with program(2, document_mask=True, seq_length=N):
         teacher = build(1)
         part = cp_ring.megatron.split_batch(whole, ALONE)
@@ -156,13 +161,12 @@ def beside_masks(_):
     """On a rank of four: the losses of a model at context parallel size 1, in a program whose
     batches carry masks and in one of plain rows.
     """
-    row = torch.randint(VOCAB, (1, N + 1), generator=torch.Generator().manual_seed(9))
-    found = []
+    whole, found = batch(drawn()), []
     for settings in ({"mask_kinds": "images"}, {}):
         with program(2, seq_length=N, **settings):
             teacher = build(1)
-            given = row[:, :-1], torch.arange(N)[None], None
-            found.append(teacher(*given, labels=row[:, 1:]).sum().detach())
+            given = whole["tokens"], whole["position_ids"], None
+            found.append(teacher(*given, labels=whole["labels"]).sum().detach())
     return found
 
 

@@ -10,6 +10,7 @@ from cp_ring.errors import ConfigError
 from cp_ring.megatron import loss_chunks, settings
 from cp_ring.megatron.loss_chunks import Logits, losses_in_chunks
 from cp_ring.testing.oracle import error
+from tests.megatron.layers import configuration
 
 TOKENS, BATCH, VOCABULARY = 24, 2, 32
 
@@ -24,16 +25,9 @@ def model(one_rank, request):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    sizes = {
-        "num_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "use_cpu_initialization": True,
-    }
     more = {"mtp_num_layers": 2} if request.param == "predicting" else {}
-    config = TransformerConfig(**sizes, **more, attention_dropout=0.0, hidden_dropout=0.0)
+    config = configuration(num_layers=1, **more)
     size = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
     if request.param == "hybrid":
         from tests.parity.specs import hybrid

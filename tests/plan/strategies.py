@@ -23,20 +23,9 @@ def masks(draw, n):
     window = draw(st.tuples(*[st.one_of(st.just(-1), st.integers(0, 10))] * 2))
     cuts = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
     offsets = [0, *cuts] if cuts and draw(st.booleans()) else [0, *cuts, n]
-    kinds = [
-        "full",
-        "causal",
-        "documents",
-        "prefix",
-        "pieces",
-        "tree",
-        "shared_prefix",
-        "images",
-        "global",
-        "blocks",
-        "blockwise",
-    ]
-    match draw(st.sampled_from(kinds)):
+    kinds = """full causal documents prefix pieces tree shared_prefix images global blocks
+        blockwise"""
+    match draw(st.sampled_from(kinds.split())):
         case "full":
             return Mask.full(n, window)
         case "causal":

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from pytest import approx
 
 from cp_ring.kernels import REGISTRY
 from cp_ring.memory import memory, rank_memory
@@ -47,13 +48,13 @@ def test_time_by_hand():
     )
     inside, between = (plan.time(Conditions(SIZES, rates, node)) for node in (2, 1))
     back = 2 * 16 * 4 * 64 / flops
-    assert inside.forward == pytest.approx(2) and between.forward == pytest.approx(3 + 1)
-    assert inside.waits[0] == pytest.approx(0, abs=1e-6)
-    assert between.waits[0] == pytest.approx(2)
+    assert inside.forward == approx(2) and between.forward == approx(3 + 1)
+    assert inside.waits[0] == approx(0, abs=1e-6)
+    assert between.waits[0] == approx(2)
     # the keys come during half of hop 0, the gradients leave during the other half
-    assert inside.both == pytest.approx(2 + 2 * back)
-    assert between.both == pytest.approx(4 + 3 + back + 3)
-    assert inside.ideal == pytest.approx(2 + 2 * back)
+    assert inside.both == approx(2 + 2 * back)
+    assert between.both == approx(4 + 3 + back + 3)
+    assert inside.ideal == approx(2 + 2 * back)
 
 
 def test_heads_are_chosen_where_links_between_nodes_are_slow():
@@ -119,8 +120,8 @@ def test_hops_without_work_take_no_time():
         Plan.build(mask, Layout.contiguous(4096, 8), schedule=name).time()
         for name in ("ring", "gather")
     )
-    assert ring.forward == pytest.approx(gather.forward)
-    assert ring.both == pytest.approx(gather.both)
+    assert ring.forward == approx(gather.forward)
+    assert ring.both == approx(gather.both)
     assert ring.there.hops[1, :2].tolist() == [0, 1]
     assert (ring.there.compute[0, 1:] == 0).all(), "the first rank has no key of another"
     compute, moving = ring.back.compute[1], ring.back.moving[1]
@@ -133,7 +134,7 @@ def test_an_exchange_of_heads_hides_no_longer_than_attention_takes():
     numbers = 10 * 4 * 2 * 16  # of 10 tokens: q, k, v and out of the 2 heads of the other rank
     rates = replace(RATES, inside=numbers * 4 / 8, call=1e-9)
     times = [Conditions(sizes, rates, 2).exchange(10, 2, hides) for hides in (float("inf"), 3, 0)]
-    assert times == pytest.approx([4, 5, 8], abs=1e-6)
+    assert times == approx([4, 5, 8], abs=1e-6)
 
 
 def test_a_call_takes_as_long_as_its_longest_block():
@@ -144,8 +145,8 @@ def test_a_call_takes_as_long_as_its_longest_block():
     for processors in (1, 8):
         rates = replace(RATES, forward=1, backward=1, call=1e-9, processors=processors)
         time = plan.time(Conditions(SIZES, rates, 1))
-        assert time.forward == pytest.approx(4 * there)  # 8 blocks of 128 queries for each head
-        assert time.both - time.forward == pytest.approx(back * max(4, processors))
+        assert time.forward == approx(4 * there)  # 8 blocks of 128 queries for each head
+        assert time.both - time.forward == approx(back * max(4, processors))
 
 
 def _slowed(plan, **terms):
@@ -160,15 +161,15 @@ def _slowed(plan, **terms):
 def test_what_a_hop_costs_beside_kernels_and_bytes():
     """Of two ranks, each with two hops: keys move once in each pass, gradients once."""
     plan = Plan.build(Mask.full(8), Layout.contiguous(8, 2))
-    assert _slowed(plan, host=1) == pytest.approx((2, 2 + 4), abs=1e-3)
-    assert _slowed(plan, start=1) == pytest.approx((1, 1 + 2), abs=1e-3)
+    assert _slowed(plan, host=1) == approx((2, 2 + 4), abs=1e-3)
+    assert _slowed(plan, start=1) == approx((1, 1 + 2), abs=1e-3)
     assert _slowed(plan, packed=1) == (0, 0), "each call has one sequence"
     # 4 tokens of 4 heads: a part, and a sum that is read and written; dq, dk and dv in backward
     out, dq, dkv = (4 * width * 12 for width in (4 * 8, 4 * 16, 2 * 24))
     added = _slowed(plan, merging=1, memory=1)
-    assert added == pytest.approx((out, out + dq + dkv))
+    assert added == approx((out, out + dq + dkv))
     packs = Plan.build(Mask.documents([0, 4, 8]), Layout.contiguous(8, 1))
-    assert _slowed(packs, packed=1) == pytest.approx((1, 2))
+    assert _slowed(packs, packed=1) == approx((1, 2))
 
 
 def test_each_device_has_a_file_that_says_where_its_rates_are_from():

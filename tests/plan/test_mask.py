@@ -28,6 +28,12 @@ def painted(n, offsets, window, causal, prefixes=None):
     return allowed
 
 
+def assert_sees(mask, wanted):
+    """The mask has the pairs that are wanted, and counts them."""
+    assert np.array_equal(mask.dense(), wanted)
+    assert mask.area() == wanted.sum()
+
+
 @st.composite
 def offsets_of(draw):
     n = draw(st.integers(1, 30))
@@ -40,8 +46,7 @@ def test_documents(case, window, causal):
     n, offsets = case
     mask = Mask.documents(offsets, causal=causal, window=window, n=n)
     wanted = painted(n, offsets, window, causal)
-    assert np.array_equal(mask.dense(), wanted)
-    assert mask.area() == wanted.sum()
+    assert_sees(mask, wanted)
     assert all(mask.allowed(i, j) == wanted[i, j] for i in range(0, n, 3) for j in range(n))
 
 
@@ -52,15 +57,14 @@ def test_prefixes(data, case, window):
     prefixes = [data.draw(st.integers(0, end - start)) for start, end in pairwise(offsets)]
     mask = Mask.prefix(n, prefixes, offsets, window)
     wanted = painted(n, offsets, window, causal=False, prefixes=prefixes)
-    assert np.array_equal(mask.dense(), wanted)
-    assert mask.area() == wanted.sum()
+    assert_sees(mask, wanted)
 
 
 @settings(max_examples=50)
 @given(n=st.integers(1, 30), window=windows)
 def test_full_and_causal(n, window):
-    assert np.array_equal(Mask.full(n, window).dense(), painted(n, [0, n], window, causal=False))
-    assert np.array_equal(Mask.causal(n, window).dense(), painted(n, [0, n], window, causal=True))
+    assert_sees(Mask.full(n, window), painted(n, [0, n], window, causal=False))
+    assert_sees(Mask.causal(n, window), painted(n, [0, n], window, causal=True))
 
 
 @st.composite
@@ -89,8 +93,7 @@ def test_slices(case, named):
     names = ["full", "causal", "inv_causal", "bi_causal"]
     types = [names[kind] for kind in table[:, 4]] if named else table[:, 4]
     mask = Mask.from_ranges(table[:, :2], table[:, 2:4].tolist(), types, n)
-    assert np.array_equal(mask.dense(), wanted)
-    assert mask.area() == wanted.sum()
+    assert_sees(mask, wanted)
 
 
 @settings(max_examples=100)
@@ -102,7 +105,7 @@ def test_the_last_document_sees_all(case, causal):
     for start in last:
         wanted[start : offsets[-1], :start] = True
     mask = Mask.blockwise(offsets, causal, n)
-    assert np.array_equal(mask.dense(), wanted)
+    assert_sees(mask, wanted)
     assert mask.positions.tolist() == list(range(n))
 
 
@@ -115,7 +118,7 @@ def test_block_causal_documents(case, block):
         for i in range(start, end):
             wanted[i, start : min(start + ((i - start) // block + 1) * block, end)] = True
     mask = Mask.block_causal(n, block, offsets)
-    assert np.array_equal(mask.dense(), wanted)
+    assert_sees(mask, wanted)
     assert np.array_equal(mask.positions, Mask.documents(offsets, n=n).positions)
 
 

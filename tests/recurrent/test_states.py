@@ -1,6 +1,6 @@
 """States that pass from rank to rank, against scans of whole branches on one rank in float64."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,7 +157,7 @@ def plan(n=64, cp=4):
 
 def changed(pieces, **values):
     """A plan with other rounds or halos."""
-    made = dataclasses.replace(pieces)
+    made = replace(pieces)
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made
@@ -171,7 +171,7 @@ def without_a_border(pieces):
 def from_a_sibling(pieces):
     parent = pieces.parent.copy()
     parent[-1] -= 1
-    return dataclasses.replace(pieces, parent=parent)
+    return replace(pieces, parent=parent)
 
 
 def one_round_less(pieces):
@@ -180,15 +180,13 @@ def one_round_less(pieces):
 
 def of_another_piece(pieces):
     first, *more = pieces.rounds
-    return changed(pieces, rounds=(dataclasses.replace(first, place=first.place[::-1]), *more))
+    return changed(pieces, rounds=(replace(first, place=first.place[::-1]), *more))
 
 
 def halo_one_short(pieces):
     def halo(width):
         right = Pieces.halo(pieces, width)
-        return dataclasses.replace(
-            right, place=np.where(np.arange(width - 1) < width - 2, right.place, -1)
-        )
+        return replace(right, place=np.where(np.arange(width - 1) < width - 2, right.place, -1))
 
     return changed(pieces, halo=halo)
 
@@ -221,30 +219,30 @@ def spoiled(values):
 def spoiled_moves(moves):
     for name in ("sender", "receiver", "source", "target", "tokens"):
         for values in spoiled(getattr(moves, name)):
-            yield dataclasses.replace(moves, **{name: values})
+            yield replace(moves, **{name: values})
 
 
 def test_each_number_of_a_plan_is_proven():
     right, starts, before = plan()
     verify(right, starts, before, WIDTH)
     wrong = [
-        dataclasses.replace(right, **{name: values})
+        replace(right, **{name: values})
         for name in ("start", "end", "owner", "parent") for values in spoiled(getattr(right, name))
     ]  # fmt: skip
     for number, each in enumerate(right.rounds):
-        others = [dataclasses.replace(each, moves=moves) for moves in spoiled_moves(each.moves)]
+        others = [replace(each, moves=moves) for moves in spoiled_moves(each.moves)]
         for name in ("piece", "place"):
             values = spoiled(getattr(each, name))
-            others += [dataclasses.replace(each, **{name: other}) for other in values]
+            others += [replace(each, **{name: other}) for other in values]
         rounds = [list(right.rounds) for _ in others]
         for of_round, other in zip(rounds, others, strict=True):
             of_round[number] = other
         wrong += [changed(right, rounds=tuple(of_round)) for of_round in rounds]
     halo = right.halo(WIDTH)
-    halos = [dataclasses.replace(halo, moves=moves) for moves in spoiled_moves(halo.moves)]
-    halos += [dataclasses.replace(halo, leaving=leaving) for leaving in spoiled(halo.leaving)]
+    halos = [replace(halo, moves=moves) for moves in spoiled_moves(halo.moves)]
+    halos += [replace(halo, leaving=leaving) for leaving in spoiled(halo.leaving)]
     halos += [
-        dataclasses.replace(halo, place=place.reshape(halo.place.shape))
+        replace(halo, place=place.reshape(halo.place.shape))
         for place in spoiled(halo.place.reshape(-1))
     ]
     wrong += [changed(right, halo=lambda width, halo=halo: halo) for halo in halos]

@@ -6,6 +6,20 @@ import sys
 import pytest
 
 from cp_ring import patches
+from cp_ring.tools.cli import main
+
+
+@pytest.fixture
+def cp_ring(monkeypatch, capsys):
+    """Runs `cp-ring` in this process; returns its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["cp-ring", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cp_ring.errors import ConfigError, KernelError, PlanError
-from cp_ring.tools.cli import app, main
+from cp_ring.tools.cli import app
 from tests.tools.slurm.job import TINY
 
 # Of `cp-ring train`: an override, and the words that the rejection must have beside its key.
@@ -174,12 +174,10 @@ def test_a_model_from_elsewhere_needs_no_sizes(file, no_rank, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("line, words", USAGE)
-def test_usage(monkeypatch, capsys, line, words):
-    monkeypatch.setattr(sys, "argv", ["cp-ring", *shlex.split(line)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    *_, message = capsys.readouterr().err.splitlines()
+def test_usage(cp_ring, line, words):
+    code, _, said = cp_ring(*shlex.split(line))
+    assert code == 2
+    *_, message = said.splitlines()
     assert message.startswith(("cp_ring: error: ", "Error: "))
     named(message, words)
 
@@ -205,14 +203,12 @@ def test_a_full_disk_is_one_line(line):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["train", "train --dry-run"])
-def test_all_reasons_at_once(no_rank, monkeypatch, capsys, command, settings, wrong):
+def test_all_reasons_at_once(no_rank, cp_ring, command, settings, wrong):
     """Each in a line."""
     name, *options = command.split()
-    line = [name, "quickstart", *options, *(f"--set={setting}" for setting in settings)]
-    monkeypatch.setattr(sys, "argv", ["cp-ring", *line])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and len(lines) == len(wrong)
+    given = [f"--set={setting}" for setting in settings]
+    code, _, said = cp_ring(name, "quickstart", *options, *given)
+    lines = said.splitlines()
+    assert code == 2 and len(lines) == len(wrong)
     for text in wrong:
         assert [each for each in lines if each.startswith(f"cp_ring: error: quickstart: {text}")]

@@ -12,7 +12,6 @@ from cp_ring.megatron.flags import argument_parser
 from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring.tools import job as jobs
 from cp_ring.tools import train
-from cp_ring.tools.cli import main
 from cp_ring.tools.megatron_flags import words_of
 
 
@@ -138,19 +137,6 @@ def test_packed_data_sets_mask_documents(tmp_path, data, parser):
 
 
 BENCHES = "bench attention", "bench host"
-
-
-@pytest.fixture
-def cp_ring(monkeypatch, capsys):
-    """Runs `cp-ring` in this process; returns its exit code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["cp-ring", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
 
 
 def by_a_shell(line):

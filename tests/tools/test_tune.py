@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from pytest import approx
 from typer.testing import CliRunner
 
 from cp_ring.errors import ConfigError, PlanError
@@ -65,8 +66,8 @@ BIG = {
 }
 
 
-def ways_of(setup=SETUP, **given):
-    return search(replace(setup, **given))
+def ways_of(**given):
+    return search(replace(SETUP, **given))
 
 
 def costs_of(setup=SETUP):
@@ -106,9 +107,9 @@ def test_memory_decides_what_is_recomputed():
     needs = [sum(step_memory(SETUP, sizes, how, cost).values()) for how in RECOMPUTE]
     assert needs == sorted(needs, reverse=True)
     for limit, how in zip(needs, RECOMPUTE, strict=True):
-        assert ways_of(replace(SETUP, memory=limit + 1), tp=1, cp=8, pp=1)[0].recompute == how
+        assert ways_of(memory=limit + 1, tp=1, cp=8, pp=1)[0].recompute == how
     with pytest.raises(ConfigError, match="nothing fits; tp 4 x cp 2 x pp 1 x dp 1 needs least"):
-        ways_of(replace(SETUP, memory=1e9))
+        ways_of(memory=1e9)
 
 
 def test_the_time_of_a_pipeline():
@@ -118,10 +119,10 @@ def test_the_time_of_a_pipeline():
     one = step_seconds(setup, ParallelSizes(1, 4, 1, 2), "none", attention)
     two = step_seconds(setup, ParallelSizes(1, 4, 2, 1), "none", attention)
     layers, logits = (one["attention"] + one["other layers"]) / 4, one["output layer"] / 4
-    assert one["attention"] == pytest.approx(4 * 3.5)
-    assert sum(one.values()) == pytest.approx(4 * (layers + logits))
+    assert one["attention"] == approx(4 * 3.5)
+    assert sum(one.values()) == approx(4 * (layers + logits))
     stage = layers / 2
-    assert sum(two.values()) == pytest.approx(7 * (stage + logits) + 2 * stage + logits)
+    assert sum(two.values()) == approx(7 * (stage + logits) + 2 * stage + logits)
 
 
 def test_slow_links_make_latents_and_heads_worth_it():
@@ -179,7 +180,7 @@ def test_weights_are_those_of_the_model_that_megatron_builds(one_rank, megatron,
     counted = sum(weight.numel() for weight in built.parameters())
     setup = replace(SETUP, model=model_sizes(args, (((-1, -1), 3),), 512), gpus=1)
     by_model = weight_bytes(setup, ParallelSizes(1, 1, 1, 1)) / 18
-    assert by_model == pytest.approx(counted, rel=0.01)
+    assert by_model == approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("kind, letter", [("mamba", "M"), ("gated delta net", "G")])
@@ -207,7 +208,7 @@ def test_recurrent_layers_cost_parts_time_and_messages():
         for cp in (1, 2, 4)
     )
     assert "recurrent messages" not in one and two["recurrent messages"] > 0
-    assert one["recurrent layers"] == pytest.approx(three["recurrent layers"])
+    assert one["recurrent layers"] == approx(three["recurrent layers"])
     only = replace(setup, model=replace(model, recurrent=((replace(mixer, units=3), 4),)))
     states = step_seconds(only, ParallelSizes(1, 2, 1, 4), "none", (0.0,) * 4)
     assert states["recurrent messages"] >= two["recurrent messages"]
@@ -260,7 +261,7 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     best = found["best"][0]
     assert len(found["best"]) == 5 and best["tp"] * best["cp"] * best["pp"] * best["dp"] == 4
     steps = [way["step_s"] for way in found["best"]]
-    assert steps == sorted(steps) and best["step_s"] == pytest.approx(sum(best["seconds"].values()))
+    assert steps == sorted(steps) and best["step_s"] == approx(sum(best["seconds"].values()))
     assert best["bytes"] == sum(best["memory"].values())
     assert any("lognormal:100, packed into 1,024" in x for x in found["notes"])
     job = jobs.load(str(target))
@@ -271,7 +272,7 @@ def test_the_tiny_llama_on_four_ranks(tmp_path):
     for way in found["best"]:
         of_messages = sum(s for name, s in way["seconds"].items() if "messages" in name)
         waits = way["seconds"]["attention waits"]
-        assert way["exposed_s"] == pytest.approx(of_messages + waits)
+        assert way["exposed_s"] == approx(of_messages + waits)
     assert any(way["seconds"]["attention waits"] for way in found["best"])
 
 

@@ -18,7 +18,8 @@ from tests.rank_pool import LIMIT_S
 FOLDER = Path(__file__).resolve().parents[3] / "launch" / "slurm"
 HOSTILE = "a b'c\"d$(touch hacked)`touch hacked`\n#SBATCH --nodes=9;%j"
 REFUSED = "requeue refused: submit the job again"
-FLAGS = ("--save", "saves", "--load", "saves", "--exit-signal-handler")
+SAVES = "--save saves --load saves --exit-signal-handler"
+FLAGS = SAVES.split()
 
 SRUN = """#!/bin/bash
 # Runs the first task; of the others there is a log.
@@ -89,7 +90,9 @@ class Machine:
 
     def outcome(self, *words, **more):
         """The exit code and the outcome of a try, and how often the job was queued again by then."""
-        code, last, _ = self.run(*words, **more)
+        return self.named(*self.run(*words, **more)[:2])
+
+    def named(self, code, last):
         return code, last.split(":")[0], self.requeues
 
     def begun(self, file, *words, **more):
@@ -191,7 +194,7 @@ def test_two_tries_without_a_new_checkpoint_are_the_end(machine):
     fails = machine.python("raise ValueError('my own bug')")
     machine.run(*machine.saves(10, 1))
     code, last, output = machine.run(*fails, attempt=1)
-    assert (code, last.split(":")[0], machine.requeues) == (1, "requeued", 2)
+    assert machine.named(code, last) == (1, "requeued", 2)
     assert "ValueError: my own bug\n" in output
     code, last, _ = machine.run(*fails, attempt=2)
     assert (code, machine.requeues) == (1, 2)
@@ -235,7 +238,7 @@ def test_ranks_that_end_before_the_steps_asked_for_go_on(machine):
 def test_a_warning_in_the_last_step_needs_no_other_try(machine):
     done = "import os; pathlib.Path(os.environ['CP_RING_PROGRESS']).write_text('5 5')"
     code, last = machine.warned(*machine.obedient(after=done))
-    assert (code, last.split(":")[0], machine.requeues) == (0, "finished", 0)
+    assert machine.named(code, last) == (0, "finished", 0)
 
 
 @pytest.mark.parametrize("saved", [45, 5])
@@ -276,7 +279,7 @@ def test_warned_ranks_save_and_are_queued_again(machine):
 def test_warned_twice_without_a_checkpoint_is_given_up(machine):
     for attempt, outcome in enumerate(("requeued", "given up")):
         code, last = machine.warned(*machine.obedient(save=False), attempt=attempt)
-        assert (code, last.split(":")[0], machine.requeues) == (attempt, outcome, 1)
+        assert machine.named(code, last) == (attempt, outcome, 1)
 
 
 @pytest.mark.parametrize("rank", ["saves", "fails"])
@@ -361,48 +364,48 @@ def test_canceled_while_the_yaml_file_is_read(machine, tmp_path):
     script = machine.begun("reads", "my.yaml", **given)
     script.send_signal(signal.SIGTERM)
     code, last = end(script)
-    assert (code, last.split(":")[0], machine.requeues) == (2, "canceled", 0)
+    assert machine.named(code, last) == (2, "canceled", 0)
+
+
+REJECTED = {
+    "": "give a YAML file, or -- and a command",
+    "my.yaml": "my.yaml, see the line above",
+    f"-- bash -c 'exit 2' {SAVES}": "the ranks ended with exit code 2",
+    "-- bash job.sh": "--save is not in the command, so no try could save and",
+    "-- true --save=s --exit-signal-handler": "--load is not in the command",
+    "-- true --save saves --load saves": "--exit-signal-handler is not in the command",
+    f"-- torchrun --nproc-per-node 2 train.py {SAVES}":
+        "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
+    f"-- python -m torch.distributed.run train.py {SAVES}":
+        "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
+    f"-- true --ckpt-step 4 {SAVES}": "--ckpt-step: each try would begin",
+    f"-- true --finetune {SAVES}": "--finetune: each try would begin",
+    "-- true --save /proc/saves --load saves --exit-signal-handler":
+        "--save /proc/saves cannot be",
+    "-- true --load b --save saves --exit-signal-handler": "--load b is not --save ",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "words, settings, why",
     [
-        ((), {}, "give a YAML file, or -- and a command"),
-        (("--", "true"), {"ENV_FILE": "nosuch.sh"}, "ENV_FILE nosuch.sh: no such file"),
-        (("my.yaml",), {}, "my.yaml, see the line above"),
-        (("--", "bash", "-c", "exit 2", *FLAGS), {}, "the ranks ended with exit code 2"),
+        ("-- true", {"ENV_FILE": "nosuch.sh"}, "ENV_FILE nosuch.sh: no such file"),
         (
-            ("--", "true", *FLAGS),
+            f"-- true {SAVES}",
             {"SLURM_JOB_NUM_NODES": "3"},
             "the hosts (n1 n2) are not the job's 3",
         ),
-        (("--", "true", *FLAGS), {"SLURM_NTASKS": "3"}, "3 tasks do not divide among 2 nodes"),
-        (("--", "bash", "job.sh"), {}, "--save is not in the command, so no try could save and"),
-        (("--", "true", "--save=s", *FLAGS[4:]), {}, "--load is not in the command"),
-        (("--", "true", *FLAGS[:4]), {}, "--exit-signal-handler is not in the command"),
+        (f"-- true {SAVES}", {"SLURM_NTASKS": "3"}, "3 tasks do not divide among 2 nodes"),
         (
-            ("--", "torchrun", "--nproc-per-node", "2", "train.py", *FLAGS),
-            {},
-            "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
-        ),
-        (
-            ("--", "python", "-m", "torch.distributed.run", "train.py", *FLAGS),
-            {},
-            "torchrun would start in each of the 2 tasks, which are the ranks: leave it out",
-        ),
-        (
-            ("--", "torchrun", "--nnodes=2", "train.py", *FLAGS),
+            f"-- torchrun --nnodes=2 train.py {SAVES}",
             {"SLURM_NTASKS": "4"},
             "torchrun would start in each of the 4 tasks, which are the ranks: leave it out, or",
         ),
-        (("--", "true", "--ckpt-step", "4", *FLAGS), {}, "--ckpt-step: each try would begin"),
-        (("--", "true", "--finetune", *FLAGS), {}, "--finetune: each try would begin"),
-        (("--", "true", "--save", "/proc/saves", *FLAGS[2:]), {}, "--save /proc/saves cannot be"),
-        (("--", "true", "--load", "b", *FLAGS[:2], *FLAGS[4:]), {}, "--load b is not --save "),
+        *((words, {}, why) for words, why in REJECTED.items()),
     ],
 )
 def test_what_no_other_try_could_mend_is_rejected(machine, tmp_path, words, settings, why):
-    code, last, _ = machine.run(*words, **cp_ring(tmp_path, "exit 2"), **settings)
+    code, last, _ = machine.run(*shlex.split(words), **cp_ring(tmp_path, "exit 2"), **settings)
     assert (code, machine.requeues) == (2, 0) and last.startswith(f"rejected: {why}")
 
 
