@@ -25,6 +25,15 @@ def said(call, *args, **named):
     return ""
 
 
+def refused(kind, call, *args, **named):
+    """What an error of this kind says, in which a call must end."""
+    try:
+        call(*args, **named)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind} of {call}")
+
+
 def rank_of(group):
     """Of a process group, of a rank of a `LocalRing`, or of no group."""
     if group is None:
@@ -43,12 +52,12 @@ def attend_to_shard(group, case, plan, sink=None, rows=None, **options):
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def joined(plan, parts, sharded=4):
+def joined(layout, parts, sharded=4):
     """out and gradients of the whole sequence, from the results of all ranks; those behind the
     first `sharded` are parts of sums.
     """
     columns = list(zip(*parts, strict=True))
-    whole = [plan.layout.unshard(list(column), 1) for column in columns[:sharded]]
+    whole = [layout.unshard(list(column), 1) for column in columns[:sharded]]
     return whole + [sum(column) for column in columns[sharded:]]
 
 
@@ -56,7 +65,7 @@ def attend(case, plan, pool=None, **options):
     """out and gradients of the whole sequence, on threads, or on the processes of `pool`."""
     ranks = LocalRing(plan.cp) if pool is None else pool
     size = () if pool is None else (plan.cp,)
-    return joined(plan, ranks.run(attend_to_shard, *size, case, plan, **options))
+    return joined(plan.layout, ranks.run(attend_to_shard, *size, case, plan, **options))
 
 
 def truth(case, allowed, sink=None):
@@ -71,27 +80,26 @@ def off(results, wanted):
     return float(np.max([error(x, y) for x, y in zip(results, wanted, strict=True)]))
 
 
+def error_of(results, case, mask):
+    """The largest error of out and gradients under a mask."""
+    return off(results, brute_force(case, mask.dense()))
+
+
 def same_bits(first, second):
     """Whether two sequences of tensors are equal, bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
+def with_tables(plan, **tables):
+    """The plan with other tables."""
+    return replace(plan, ring=replace(plan.ring, **tables), _rank_plans={})
+
+
 def with_backward(plan, back):
     """The plan with the hops of another one in backward."""
-    ring = replace(plan.ring, of_backward=back.ring, gradients=plan.ring.gradients[:0])
-    return replace(plan, ring=ring, _rank_plans={})
+    return with_tables(plan, of_backward=back.ring, gradients=plan.ring.gradients[:0])
 
 
 def assert_right(plan, case):
     """Out and gradients of a plan on a ring of threads are those of one rank, in float64."""
-    layout = plan.layout
-
-    def on_rank(group):
-        *leaves, dout = (layout.shard(x, group.rank, 1) for x in case)
-        leaves = [x.requires_grad_() for x in leaves]
-        out = ring_attention(*leaves, group, plan=plan)
-        return out, *torch.autograd.grad(out, leaves, dout)
-
-    parts = zip(*LocalRing(plan.cp).run(on_rank), strict=True)
-    for found, truth in zip(parts, brute_force(case, plan.mask.dense()), strict=True):
-        assert error(layout.unshard(list(found), 1), truth) < 1e-12
+    assert error_of(attend(case, plan), case, plan.mask) < 1e-12

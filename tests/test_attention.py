@@ -11,8 +11,8 @@ from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import ConfigError
 from cp_ring.kernels import choose, determinism, deterministic
 from cp_ring.kernels.cpu import KERNEL
-from cp_ring.testing.oracle import Case, brute_force, on_rank
-from tests.rings import FLOAT32, attend, attend_to_shard, off, said, same_bits
+from cp_ring.testing.oracle import Case, on_rank
+from tests.rings import FLOAT32, attend, attend_to_shard, error_of, said, same_bits
 
 # Rounding of one kernel call at these sizes; a wrong tile or transfer is off by 0.01 at least.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: FLOAT32, torch.bfloat16: 1e-2}
@@ -28,7 +28,7 @@ def test_dtypes_and_kernels(pool, dtype, kernel):
     case, plan = Case.draw(96, dtype=dtype), causal(96, 3)
     results = attend(case, plan, pool, kernel=kernel)
     assert {x.dtype for x in results} == {dtype}
-    assert off(results, brute_force(case, plan.mask.dense())) <= TOLERANCE[dtype]
+    assert error_of(results, case, plan.mask) <= TOLERANCE[dtype]
 
 
 def _kept(group, case, plan):

@@ -56,7 +56,7 @@ def test_lse_and_its_gradients_are_those_of_dense_scores(name, both):
         parts = LocalRing(plan.cp).run(
             on_rank, plan, Case(*typed[:4]), *typed[4:], both, kernel=kernel
         )
-        results = joined(plan, parts, sharded=5)
+        results = joined(plan.layout, parts, sharded=5)
         wanted = wanted_of(CASE, plan.mask.dense(), SINK, both)
         if not both:  # no gradient of v is 0, whose error is relative to 1
             results[4], wanted[4] = results[4] + 1, wanted[4] + 1

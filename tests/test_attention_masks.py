@@ -7,7 +7,7 @@ import torch
 
 from cp_ring import Layout, Mask, Plan
 from cp_ring.testing.oracle import Case, brute_force
-from tests.rings import FLOAT32, attend, attend_to_shard, off, truth
+from tests.rings import FLOAT32, attend, attend_to_shard, joined, off, truth
 
 N = 157  # no multiple of anything: shards are uneven
 DOCUMENTS = [0, 1, 40, 40, 77, 120, 150]  # lengths 1 and 0, and a tail of padding
@@ -90,5 +90,4 @@ def test_rows_with_different_documents_are_one_stream(pool):
     plan = Plan.build(Mask.batch(masks), Layout.batch([layout] * 2))
     plan.verify()
     parts = pool.run(attend_to_shard, 4, case, plan, rows=layout)
-    results = [layout.unshard(list(column), 1) for column in zip(*parts, strict=True)]
-    assert off(results, map(torch.cat, zip(*wanted, strict=True))) < FLOAT32
+    assert off(joined(layout, parts), map(torch.cat, zip(*wanted, strict=True))) < FLOAT32

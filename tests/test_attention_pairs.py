@@ -10,7 +10,7 @@ import torch
 from cp_ring import Layout, Mask, Plan, ring_attention
 from cp_ring.errors import PlanError
 from cp_ring.testing.oracle import Case
-from tests.rings import FLOAT32, off, rank_of, truth
+from tests.rings import FLOAT32, joined, off, rank_of, truth
 
 N, CP, H = 64, 4, 4
 CASE = Case.draw(N, h=H, g=H)
@@ -83,5 +83,4 @@ def test_ranks_that_differ_in_a_keyword_stop_with_one_line_or_are_right(pool, ke
     scaled = CASE._replace(q=CASE.q * scale * CASE.q.shape[-1] ** 0.5)
     wanted = truth(scaled, np.ones((N, N), bool))
     wanted[1] = wanted[1] * (scale * CASE.q.shape[-1] ** 0.5)
-    whole = [LAYOUT.unshard(list(column), 1) for column in zip(*results, strict=True)]
-    assert off(whole, wanted) < FLOAT32
+    assert off(joined(LAYOUT, results), wanted) < FLOAT32

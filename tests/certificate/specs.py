@@ -2,7 +2,7 @@
 0.19 wants it.
 """
 
-import dataclasses
+from dataclasses import replace
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -13,10 +13,8 @@ from tests.parity.specs import Norm
 
 def _experts():
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
-    norms = dataclasses.replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
-    return TransformerBlockSubmodules(
-        [dataclasses.replace(spec, submodules=norms)], layer_norm=Norm
-    )
+    norms = replace(spec.submodules, input_layernorm=Norm, pre_mlp_layernorm=Norm)
+    return TransformerBlockSubmodules([replace(spec, submodules=norms)], layer_norm=Norm)
 
 
 experts = _experts()
@@ -26,11 +24,9 @@ def with_core(core):
     """Megatron's local layer with this core attention."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     attention = spec.submodules.self_attention
-    inner = dataclasses.replace(attention.submodules, core_attention=core)
-    attention = dataclasses.replace(attention, submodules=inner)
-    return dataclasses.replace(
-        spec, submodules=dataclasses.replace(spec.submodules, self_attention=attention)
-    )
+    inner = replace(attention.submodules, core_attention=core)
+    attention = replace(attention, submodules=inner)
+    return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
 
 
 any_ring = with_core(StandInRing)

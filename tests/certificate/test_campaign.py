@@ -99,12 +99,37 @@ def test_a_fault_leaves_nothing_to_the_next(tmp_path):
     assert not right["stopped"] and right["how"] == "the certificate passes"
 
 
+OF_TP = "--context-parallel-size 2 --tensor-model-parallel-size 2"
+BALANCED = "--moe-router-load-balancing-type global_aux_loss --context-parallel-size 2"
+JOBS = {
+    "a script as users have it": (
+        Job("sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True),
+        "",
+    ),
+    # cp_ring's own forward step finds them by positions
+    "documents whose ends the data set names too": (
+        Job("ends", 2, f"{UNTIED} --num-layers 1 --dataloader-inter-document-masking",
+            ("documents merged",)), ""),
+    "experts that are balanced over all data-parallel ranks": (
+        Job("balanced", 4, f"{EXPERTS} --num-layers 1 {BALANCED}", OF_EXPERTS), ""),
+    # the forward step of this script reads on each rank
+    "tensor-parallel ranks that read for themselves": (
+        Job("tp", 4, f"{UNTIED} --num-layers 1 {OF_TP}",
+            (*DATA_OF_TP, "loss mask not split", "position ids of each rank from 0"),
+            by_script=True), "microbatch of 1x64 tokens"),
+    "a mean loss of a script": (
+        Job("mean", 2, f"{UNTIED} --num-layers 1", ("loss averaged by rank", *OF_MEANS),
+            by_script=True), "gradients off"),
+}  # fmt: skip
+"""Jobs with faults, each of which is stopped with a line that has these words."""
+
+
 @pytest.mark.ci
-def test_a_script_as_users_have_it(tmp_path):
-    job = Job(
-        "sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True
-    )
-    assert all(examine(job, tmp_path))
+@pytest.mark.parametrize("name", JOBS)
+def test_each_fault_of_a_job_is_stopped(tmp_path, name):
+    job, words = JOBS[name]
+    for lines in examine(job, tmp_path):
+        assert any(words in line for line in lines), lines
 
 
 @pytest.mark.ci
@@ -114,38 +139,6 @@ def test_conversations_of_a_script(tmp_path):
     job = Job("conversations", 2, flags, tuple(OF_BORDERS), by_script=True)
     ((line,),) = examine(job, tmp_path, PACKING)
     assert "packed: position id wrong in " in line
-
-
-@pytest.mark.ci
-def test_documents_whose_ends_the_data_set_names_too(tmp_path):
-    """cp_ring's own forward step finds them by positions."""
-    flags = f"{UNTIED} --num-layers 1 --dataloader-inter-document-masking"
-    assert all(examine(Job("ends", 2, flags, ("documents merged",)), tmp_path, ""))
-
-
-@pytest.mark.ci
-def test_experts_that_are_balanced_over_all_data_parallel_ranks(tmp_path):
-    balancing = "--num-layers 1 --moe-router-load-balancing-type global_aux_loss"
-    job = Job("balanced", 4, f"{EXPERTS} {balancing} --context-parallel-size 2", OF_EXPERTS)
-    assert all(examine(job, tmp_path, ""))
-
-
-@pytest.mark.ci
-def test_tensor_parallel_ranks_that_read_for_themselves(tmp_path):
-    """The forward step of this script reads on each rank."""
-    sizes = "--context-parallel-size 2 --tensor-model-parallel-size 2"
-    faults = (*DATA_OF_TP, "loss mask not split", "position ids of each rank from 0")
-    job = Job("tp", 4, f"{UNTIED} --num-layers 1 {sizes}", faults, by_script=True)
-    for lines in examine(job, tmp_path):
-        assert any("microbatch of 1x64 tokens" in line for line in lines), lines
-
-
-@pytest.mark.ci
-def test_a_mean_loss_of_a_script(tmp_path):
-    faults = ("loss averaged by rank", *OF_MEANS)
-    job = Job("mean", 2, f"{UNTIED} --num-layers 1", faults, by_script=True)
-    for lines in examine(job, tmp_path):
-        assert any("gradients off" in line for line in lines), lines
 
 
 @pytest.mark.ci
@@ -180,7 +173,7 @@ def test_flags_of_real_scripts_get_as_far_as_the_first_step(tmp_path, number):
 )
 def test_flags_of_the_documentation(tmp_path, name, fault):
     (job,) = (job for job in DOCUMENTED if job.name == name)
-    assert all(examine(replace(job, faults=(fault,)), tmp_path, ""))
+    assert all(examine(replace(job, faults=(fault,)), tmp_path))
 
 
 def test_right_jobs_have_every_training_flag_of_the_documentation():

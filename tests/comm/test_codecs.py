@@ -18,7 +18,7 @@ from cp_ring.observe.counters import record
 from cp_ring.observe.debug import debugging
 from cp_ring.plan.sizes.attention_sizes import WIRES, AttentionSizes
 from cp_ring.testing.oracle import Case, brute_force, error
-from tests.rings import attend, off
+from tests.rings import attend, error_of, off
 
 QUANTIZED = [name for name, codec in CODECS.items() if issubclass(codec, Quantized)]
 OF_KEYS = ["plain", *QUANTIZED]
@@ -107,7 +107,7 @@ def test_attention_is_as_near_as_promised(name, shape):
     plan, case = PLANS[shape], Case.draw(96, b=2, e=12)
     with debugging():
         results = attend(case, plan, wire=name)
-    assert off(results, brute_force(case, plan.mask.dense())) < WIRES[name].error + 1e-6
+    assert error_of(results, case, plan.mask) < WIRES[name].error + 1e-6
 
 
 @pytest.mark.parametrize("name", OF_KEYS)

@@ -83,7 +83,7 @@ def on_rank(group, case, plan, **options):
 
 def attend(case, plan, **options):
     parts = LocalRing(plan.cp).run(on_rank, case, plan, **options)
-    return joined(plan, [[*part[:4], part[4].double()] for part in parts])
+    return joined(plan.layout, [[*part[:4], part[4].double()] for part in parts])
 
 
 MASKS = {

@@ -33,4 +33,4 @@ def test_groups_of_parallel_threads_do_not_disturb_each_other(pool):
         truth = brute_force(case, plan.mask.dense())
         for time in range(TIMES):
             results_of = [rank[which][time] for rank in results]
-            assert off(joined(plan, results_of), truth) < 1e-12
+            assert off(joined(plan.layout, results_of), truth) < 1e-12

@@ -3,7 +3,7 @@ sequences (thd), uneven loss masks.
 """
 
 import contextlib
-import functools
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -42,8 +42,8 @@ def delivered(how):
         config, read = gpt.dataset_config, gpt._read_and_broadcast
         with (
             delivered(how.removeprefix(JOINED)),
-            patch.object(gpt, "dataset_config", functools.partial(_of_short_rows, config)),
-            patch.object(gpt, "_read_and_broadcast", functools.partial(_joined, read)),
+            patch.object(gpt, "dataset_config", partial(_of_short_rows, config)),
+            patch.object(gpt, "_read_and_broadcast", partial(_joined, read)),
         ):
             yield
         return
@@ -52,7 +52,7 @@ def delivered(how):
         with (
             delivered(how.partition("_")[2]),
             patch.object(
-                gpt, "_read_and_broadcast", functools.partial(_in_sections, gpt._read_and_broadcast)
+                gpt, "_read_and_broadcast", partial(_in_sections, gpt._read_and_broadcast)
             ),
         ):
             yield
@@ -61,7 +61,7 @@ def delivered(how):
     if how in ("uneven", "uneven_mean"):
         flags = pretrain_gpt._FLAGS[1:] if how == "uneven_mean" else pretrain_gpt._FLAGS
         with (
-            patch.object(gpt, "_next_batch", functools.partial(_uneven, gpt._next_batch)),
+            patch.object(gpt, "_next_batch", partial(_uneven, gpt._next_batch)),
             patch.object(pretrain_gpt, "_FLAGS", flags),
         ):
             yield
@@ -71,7 +71,7 @@ def delivered(how):
         with patch.object(
             gpt,
             "_read_and_broadcast",
-            functools.partial(_with_masks, gpt._read_and_broadcast, MASKS[how]),
+            partial(_with_masks, gpt._read_and_broadcast, MASKS[how]),
         ):
             yield
         return

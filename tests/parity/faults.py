@@ -1,9 +1,9 @@
 """Faults of context parallelism, planted one at a time: each must turn a cell of the matrix red."""
 
 import contextlib
-import dataclasses
 import functools
 import pkgutil
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ def _scale_of_head_size(attention_of, plan, group, options, inputs):
     """Multi-latent attention has another scale than its head size gives; the others lose the root."""
     default = inputs.q.shape[-1] ** -0.5
     scale = default if abs(options.softmax_scale - default) > 1e-6 else default**2
-    return attention_of(plan, group, dataclasses.replace(options, softmax_scale=scale), inputs)
+    return attention_of(plan, group, replace(options, softmax_scale=scale), inputs)
 
 
 def _positions_of_another_split(shard, batch, rank, cp, carried):
@@ -75,8 +75,8 @@ def _positions_of_another_split(shard, batch, rank, cp, carried):
 def _with_pieces(mask, documents, data, *args, **kwargs):
     from cp_ring.plan.tiles import Tiles
 
-    whole = dataclasses.replace(documents.whole, pieces=Tiles(data))
-    return mask(dataclasses.replace(documents, whole=whole), *args, **kwargs)
+    whole = replace(documents.whole, pieces=Tiles(data))
+    return mask(replace(documents, whole=whole), *args, **kwargs)
 
 
 def _shifted(mask, documents, *args, **kwargs):
@@ -97,7 +97,7 @@ def _positions_of_zigzag(positions, documents, rank):
 
     n, cp = documents.layout.n // documents.batch, documents.layout.cp
     zigzag = Layout.batch([Layout.zigzag(n, cp)] * documents.batch)
-    return positions(dataclasses.replace(documents, layout=zigzag), rank)
+    return positions(replace(documents, layout=zigzag), rank)
 
 
 def _one_section(positions, batch):
@@ -133,7 +133,7 @@ def _cut_at_borders(mask, declared, *args, **kwargs):
     whole = mask(declared, *args, **kwargs)
     edges = declared.layout.edges
     tiles, query, key = split_at_edges(whole.pieces, edges, edges)
-    return dataclasses.replace(whole, pieces=tiles[key <= query])
+    return replace(whole, pieces=tiles[key <= query])
 
 
 def _globals_hidden(mask, declared, *args, **kwargs):
@@ -151,7 +151,7 @@ def _roll_across(last, documents):
 def _in_another_layout(documents_of, packed, shape, cp, ring):
     """Batch rows as another layout would split them."""
     other = "contiguous" if ring.layout == "zigzag" else "zigzag"
-    return documents_of(packed, shape, cp, dataclasses.replace(ring, layout=other))
+    return documents_of(packed, shape, cp, replace(ring, layout=other))
 
 
 def _across_documents(starts, carried):

@@ -9,11 +9,8 @@ its baseline then has the tensor parallel size of the cell.
 A model may name another split of as many ranks in place of all this, with the same tokens.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.megatron import conversations, documents
@@ -33,7 +30,7 @@ class Job:
 
     name: str
     ranks: int
-    flags: tuple[str, ...]
+    flags: tuple
     fault: str = ""
     data: str = ""
     start: str = ""
@@ -89,9 +86,9 @@ class Cell:
         if model.against:
             (split,) = (each for each in SPLITS if each.name == model.against)
             data = model.data.removeprefix(JOINED)
-            other = dataclasses.replace(model, ring=model.baseline, data=data)
+            other = replace(model, ring=model.baseline, data=data)
             job = Cell(other, split).job()
-            return dataclasses.replace(job, name=f"{model.name}-against-{split.name}")
+            return replace(job, name=f"{model.name}-against-{split.name}")
         same_tp = (self._redrawn and not start) or model.differs_by_tp
         tp = self.split.tp if same_tp else 1
         flags = (*self._flags(tp, 1), *model.baseline.split())
@@ -101,11 +98,11 @@ class Cell:
     def jobs(self):
         """Its jobs, in the order in which they must run."""
         baseline, start = self.baseline(), self._start()
-        first = [dataclasses.replace(baseline, name=start)] if start else []
+        first = [replace(baseline, name=start)] if start else []
         if name := self._resumed():
             split = next(each for each in SPLITS if each.name == self.model.resumes)
             half = Cell(self.model, split).job()
-            first.append(dataclasses.replace(half, name=name, start=""))
+            first.append(replace(half, name=name, start=""))
         return [*first, baseline, self.job()]
 
     def _resumed(self):

@@ -2,13 +2,11 @@
 more entry.
 """
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,7 +33,7 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 MULTIMODAL = "--position-embedding-type mrope --mrope-section 2 3 3"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LATENT_WIRE = "--cp-ring-wire latent"
-OF_LATENTS = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2")
+PLAIN = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2")
 LATENTS_ALONE = dict.fromkeys(("a2a", "a2a+p2p"), "does not support --cp-ring-heads")
 GATHERED = {"ring": "--cp-ring-schedule gather"}
 UP_PROJECTION_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
@@ -88,7 +86,7 @@ WITHOUT_TP = ("cp2", "cp4", "pp2cp2", "dp2cp2")
 SEQUENCE_PARALLEL = "--sequence-parallel --spec tests.parity.specs sequence_parallel"
 BALANCED, CONTIGUOUS = "--cp-ring-layout balanced", "--cp-ring-layout contiguous"
 MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
-OF_MEGATRON_FSDP = ("cp2", "cp4", "tp2cp2", "dp2cp2")
+WITHOUT_PP = ("cp2", "cp4", "tp2cp2", "dp2cp2")
 STOCK = ""  # stock Megatron's own attention
 # where stock attention has no such model on the CPU
 HEADS_WAY, STATES = "--cp-ring-recurrent heads", "--cp-ring-recurrent states"
@@ -126,7 +124,7 @@ class Model:
     ring: str = ""
     baseline: str = STOCK
     data: str = ""
-    splits: tuple[str, ...] = ()
+    splits: tuple = ()
     layers: int = 2
     experts: int = 1
     sequence: int = 64
@@ -134,7 +132,7 @@ class Model:
     against: str = ""
     resumes: str = ""
     drawn_by_tp: bool = False
-    rejected: Mapping[str, str] = field(default_factory=dict, hash=False)
+    rejected: Mapping = field(default_factory=dict, hash=False)
     needs: str = ""
 
     @property
@@ -186,6 +184,8 @@ SPLITS = (
 )
 
 
+four_layers = partial(Model, layers=4, tolerance=1e-6)
+latents = partial(Model, tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE)
 LONG = "--max-position-embeddings 256 --calculate-per-token-loss"
 SFT = f"{UNTIED} {LONG} --cp-ring-cut-long --make-vocab-size-divisible-by 64"  # 512 at tp 1 and 2
 INTER = "--dataloader-inter-document-masking --eod-mask-loss"
@@ -197,8 +197,7 @@ def _of_files():
     """Models that train on files: conversations (`--sft`), and documents whose baseline is stock
     Megatron with dense masks.
     """
-    every = ("cp2", "cp4", "tp2cp2", "pp2cp2", "dp2cp2")
-    sft = functools.partial(Model, data="sft", sequence=256, splits=every)
+    sft = partial(Model, data="sft", sequence=256, splits=PLAIN)
     filled, alone = f"{SFT} --cp-ring-pack fill", f"{REFERENCE} {BALANCED}"
     shifted = "boundary shifted by one"
     yield sft("sft", filled, shifted, ring=BALANCED, baseline=alone)
@@ -210,14 +209,14 @@ def _of_files():
         ring=f"{SCRIPT} {BALANCED}", baseline=f"{SCRIPT} {alone}")  # fmt: skip
     yield sft("sft_resumed", f"{filled} {RESHARDABLE}", shifted, ring=BALANCED, baseline=alone,
         resumes="dp2cp2")  # fmt: skip
-    files = functools.partial(Model, baseline=DENSE, data="corpus", sequence=128)
+    files = partial(Model, baseline=DENSE, data="corpus", sequence=128)
     long = f"{UNTIED} {LONG}"
     yield files("inter_document", f"{long} --micro-batch-size 2", "documents merged",
-        ring=f"{SCRIPT} {INTER}", splits=("cp2", "cp4", "tp2cp2", "dp2cp2"))  # fmt: skip
+        ring=f"{SCRIPT} {INTER}", splits=WITHOUT_PP)  # fmt: skip
     yield files("inter_document_balanced", long, shifted, ring=f"{SCRIPT} {INTER} {BALANCED}",
-        splits=every)  # fmt: skip
+        splits=PLAIN)  # fmt: skip
     yield files("document_mask_entry", f"{long} {RECOMPUTE}", shifted,
-        splits=every,
+        splits=PLAIN,
         ring="--cp-ring-document-mask --reset-position-ids --eod-mask-loss")  # fmt: skip
 
 
@@ -234,21 +233,19 @@ def _recurrent(name, flags, balanced=1e-6):
         "state begins anew too late",
     )
     across, two, three = "state across documents", ("cp2", "cp4"), ("cp2", "cp4", "tp2cp2")
-    every = (*three, "pp2cp2", "dp2cp2")
-    make = functools.partial(Model, layers=4, tolerance=1e-6)
     for ring, way in ((HEADS_WAY, ""), (STATES, "_states")):
         own = f"{name}{way}"
-        yield make(own, flags, order, ring, splits=every, drawn_by_tp=True)
-        yield make(f"{own}_contiguous", flags, order, f"{ring} {CONTIGUOUS}", splits=two)
-        yield make(f"{own}_balanced", f"{flags} --window-size 20,0", order, f"{ring} {BALANCED}",
+        yield four_layers(own, flags, order, ring, splits=PLAIN, drawn_by_tp=True)
+        yield four_layers(f"{own}_contiguous", flags, order, f"{ring} {CONTIGUOUS}", splits=two)
+        yield four_layers(f"{own}_balanced", f"{flags} --window-size 20,0", order, f"{ring} {BALANCED}",
             splits=two, tolerance=balanced)  # fmt: skip
-        yield make(f"{own}_document_mask", masked, across, ring, REFERENCE, "documents", splits=three,
+        yield four_layers(f"{own}_document_mask", masked, across, ring, REFERENCE, "documents", splits=three,
             drawn_by_tp=True)  # fmt: skip
-        yield make(f"{own}_document_mask_balanced", f"{masked} --micro-batch-size 2", late,
-            f"{ring} {BALANCED}", REFERENCE, "documents", splits=every,
+        yield four_layers(f"{own}_document_mask_balanced", f"{masked} --micro-batch-size 2", late,
+            f"{ring} {BALANCED}", REFERENCE, "documents", splits=PLAIN,
             drawn_by_tp=True)  # fmt: skip
-        yield make(f"{own}_packed_thd", masked, across, ring, REFERENCE, "thd", splits=two)
-        yield make(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across, f"{ring} {BALANCED}",
+        yield four_layers(f"{own}_packed_thd", masked, across, ring, REFERENCE, "thd", splits=two)
+        yield four_layers(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across, f"{ring} {BALANCED}",
             REFERENCE, "shared_prefix", splits=two)  # fmt: skip
 
 
@@ -256,7 +253,7 @@ def _one_ring():
     """Models whose documents lie in one row over all ranks, balanced, against dp 2 x cp 2 with the
     same documents in rows of half the length.
     """
-    make = functools.partial(Model, ring=f"--seq-length 128 --micro-batch-size 2 {BALANCED}",
+    make = partial(Model, ring=f"--seq-length 128 --micro-batch-size 2 {BALANCED}",
         baseline="", data="joined documents", splits=("cp4",), against="dp2cp2",
         tolerance=1e-6)  # fmt: skip
     rows, merged = "--max-position-embeddings 256 --cp-ring-document-mask", "documents merged"
@@ -294,7 +291,7 @@ def _one_ring():
 
 def _alike(name, flags, needs):
     """Models of a kind of layer of Megatron in development."""
-    make = functools.partial(Model, layers=4, tolerance=1e-6, drawn_by_tp=True, needs=needs)
+    make = partial(four_layers, drawn_by_tp=True, needs=needs)
     order, across = "state in the order of another layout", "state across documents"
     every = ("cp2", "cp4", "tp2cp2", "pp2cp2")
     for ring, way in ((HEADS_WAY, ""), (STATES, "_states")):
@@ -316,18 +313,17 @@ MODELS = (
         f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2",
         "sink dropped"),
     Model("mla", LATENT, "scale of the head size", baseline=REFERENCE),
-    Model("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE, splits=OF_LATENTS, tolerance=1e-6,
-        drawn_by_tp=True, rejected=LATENTS_ALONE),
-    Model("mla_latent_wire_with_recompute", f"{LATENT} {UP_PROJECTION_AGAIN}",
+    latents("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE, splits=PLAIN),
+    latents("mla_latent_wire_with_recompute", f"{LATENT} {UP_PROJECTION_AGAIN}",
         "rotated part not returned", LATENT_WIRE, REFERENCE,
-        splits=OF_LATENTS, tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
+        splits=PLAIN),
     Model("mla_latent_wire_moe_mtp_sequence_parallel",
         f"{LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --mtp-num-layers "
         f"1 {SEQUENCE_PARALLEL}",
         "weight gradient twice", LATENT_WIRE, REFERENCE, splits=("tp2cp2",), tolerance=1e-6, drawn_by_tp=True),
-    Model("mla_latent_wire_documents", f"{LATENT} --cp-ring-document-mask", "documents merged",
+    latents("mla_latent_wire_documents", f"{LATENT} --cp-ring-document-mask", "documents merged",
         f"{LATENT_WIRE} {BALANCED}", REFERENCE,
-        "documents", splits=("cp4",), tolerance=1e-6, drawn_by_tp=True, rejected=LATENTS_ALONE),
+        "documents", splits=("cp4",)),
     # under tp Megatron wants sequence parallelism: "moe_sequence_parallel"
     Model("moe", EXPERTS, "positions of another split", experts=2, splits=WITHOUT_TP),
     Model("tied_embeddings", GROUPED, "positions of another split"),
@@ -385,9 +381,9 @@ MODELS = (
         "global"),
     Model("mtp", f"{UNTIED} --mtp-num-layers 2", "roll across documents"),
     Model("loss_chunk_mtp", f"{UNTIED} --mtp-num-layers 2", "labels of another chunk",
-        ring="--cp-ring-loss-chunk 12", splits=OF_LATENTS),
-    Model("loss_chunk_qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "labels of another chunk",
-        "--cp-ring-loss-chunk 12", REFERENCE, splits=("cp2", "tp2cp2"), layers=4, tolerance=1e-6, drawn_by_tp=True),
+        ring="--cp-ring-loss-chunk 12", splits=PLAIN),
+    four_layers("loss_chunk_qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "labels of another chunk",
+        "--cp-ring-loss-chunk 12", REFERENCE, splits=("cp2", "tp2cp2"), drawn_by_tp=True),
     Model("mtp_document_mask", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE,
         data="documents"),
     Model("mtp_uneven_loss_mask", f"{UNTIED} --mtp-num-layers 2", "tokens counted by rank",
@@ -401,9 +397,8 @@ MODELS = (
     # under tp Megatron clips weights of multi-latent attention alone
     Model("qk_clip", f"{UNTIED} --bf16 --qk-clip --qk-clip-threshold 0.05", "scale of the head size", tolerance=2**-8,
         baseline="--cp-ring --cp-ring-kernel cpu", splits=WITHOUT_TP),
-    Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=("cp2", "cp4", "tp2cp2",
-        "dp2cp2")),
-    Model("megatron_fsdp", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=OF_MEGATRON_FSDP,
+    Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=WITHOUT_PP),
+    Model("megatron_fsdp", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=WITHOUT_PP,
         tolerance=1e-6),
     Model("megatron_fsdp_bf16", f"{UNTIED} --bf16", "mask widened",
         ring=f"{MEGATRON_FSDP} optim_grads_params",
@@ -424,41 +419,40 @@ MODELS = (
         splits=("pp2cp2",), layers=4),
     Model("mrope_images_documents_balanced", f"{HEADS} {MULTIMODAL} --cp-ring-document-mask",
         "one position in all sections", BALANCED, REFERENCE, "sections_documents",
-        splits=OF_LATENTS),
+        splits=PLAIN),
     Model("mrope_images_packed_thd", f"{HEADS} {MULTIMODAL} --cp-ring-document-mask",
         "one position in all sections", baseline=REFERENCE, data="sections_thd",
-        splits=OF_LATENTS),
+        splits=PLAIN),
     # bytes of keys are rounded to int8: cp 4 differs by 2e-4
     Model("wire_int8", UNTIED, "scale of the head size", ring="--cp-ring-wire int8", tolerance=1e-3),
     *_of_files(),
     *_one_ring(),
     Model("resumed", f"{UNTIED} {RESHARDABLE} --softmax-type learnable", "sink dropped", resumes="dp2cp2"),
-    Model("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
-        splits=("cp4", "dp2cp2"), layers=4, tolerance=1e-6),
+    four_layers("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
+        splits=("cp4", "dp2cp2")),
     *_recurrent("mamba", f"{MAMBA} {LARGE_EPSILON}"),
     *_alike("delta_product", PRODUCT, "gated_delta_product"),
     *_alike("kimi", KIMI, "gated_delta_net.kda"),
     # ranks exchange states of the delta nets and heads of the Mamba layers, and the other way round
-    Model("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask", "state across documents",
-        f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2", "pp2cp2"),
-        layers=4, tolerance=1e-6, drawn_by_tp=True),
-    Model("mamba_states_beside_delta_net", BOTH.replace("--mamba-num-groups 4", "--mamba-num-groups 1"),
-        "state in the order of another layout", splits=("cp2",), layers=4, tolerance=1e-6),
-    Model("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
+    four_layers("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask", "state across documents",
+        f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2", "pp2cp2"), drawn_by_tp=True),
+    four_layers("mamba_states_beside_delta_net", BOTH.replace("--mamba-num-groups 4", "--mamba-num-groups 1"),
+        "state in the order of another layout", splits=("cp2",)),
+    four_layers("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
         "state across documents", f"{STATES} {BALANCED}", REFERENCE,
-        "documents", layers=4, splits=("cp2",), tolerance=1e-6),
+        "documents", splits=("cp2",)),
     # heads that do not divide: states without asking
-    Model("mamba_few_heads", f"{MAMBA} --mamba-num-heads 3 --mamba-num-groups 1",
-        "state in the order of another layout", layers=4, splits=("cp2", "cp4"), tolerance=1e-6),
-    Model("delta_net_few_heads", DELTA_NET.replace("-heads 4", "-heads 1").replace("-heads 8", "-heads 2"),
-        "state in the order of another layout", layers=4, splits=("cp4",), tolerance=1e-6),
+    four_layers("mamba_few_heads", f"{MAMBA} --mamba-num-heads 3 --mamba-num-groups 1",
+        "state in the order of another layout", splits=("cp2", "cp4")),
+    four_layers("delta_net_few_heads", DELTA_NET.replace("-heads 4", "-heads 1").replace("-heads 8", "-heads 2"),
+        "state in the order of another layout", splits=("cp4",)),
     *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
     *_recurrent("qwen3_next", QWEN, balanced=2e-6),
-    Model("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",
-        baseline=REFERENCE, splits=("cp2", "tp2cp2", "pp2cp2"), layers=4, tolerance=1e-6, drawn_by_tp=True),
+    four_layers("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",
+        baseline=REFERENCE, splits=("cp2", "tp2cp2", "pp2cp2"), drawn_by_tp=True),
     # two keys whose scores are equal but for rounding may change places
     Model("sparse_hybrid", SPARSE_HYBRID, "positions of another split", splits=("cp2", "cp4"), layers=4, tolerance=1e-4),
-    Model("sparse_gathered", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=OF_LATENTS, tolerance=1e-4, drawn_by_tp=True,
+    Model("sparse_gathered", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=PLAIN, tolerance=1e-4, drawn_by_tp=True,
         rejected=GATHERED),
     Model("sparse_gathered_packed_thd", SPARSE, "packed documents in order", "--cp-comm-type all_gather",
         data="thd", splits=("cp2", "cp4"), tolerance=1e-4, drawn_by_tp=True, rejected=GATHERED),

@@ -5,11 +5,11 @@ The kernels are those of the packages mamba_ssm and fla. Documents arrive as the
 number of each token's document, or offsets in one batch row.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -85,7 +85,7 @@ class LocalProvider(LocalSpecProvider):
 
 
 def _with_own_norm(spec):
-    return dataclasses.replace(spec, metainfo={"fuse_input_layernorm": False})
+    return replace(spec, metainfo={"fuse_input_layernorm": False})
 
 
 def _local_attention(config, backend=None):
@@ -130,10 +130,10 @@ def _sparse_hybrid():
     )
     attention = variants.get_dsa_module_spec_for_backend(config, LocalProvider())
     layer = hybrid.submodules.dsa_layer
-    parts = dataclasses.replace(layer.submodules, self_attention=attention)
-    layer = dataclasses.replace(layer, submodules=parts)
-    parts = dataclasses.replace(hybrid.submodules, dsa_layer=layer)
-    return dataclasses.replace(hybrid, submodules=parts)
+    parts = replace(layer.submodules, self_attention=attention)
+    layer = replace(layer, submodules=parts)
+    parts = replace(hybrid.submodules, dsa_layer=layer)
+    return replace(hybrid, submodules=parts)
 
 
 def _of_products():
@@ -146,11 +146,9 @@ def _of_products():
     parts = module.GatedDeltaProductMixerSubmodules(**linear)
     mixer = ModuleSpec(module=module.GatedDeltaProductMixer, submodules=parts)
     layer = hybrid.submodules.mamba_layer
-    layer = dataclasses.replace(
-        layer, submodules=dataclasses.replace(layer.submodules, mixer=mixer)
-    )
-    parts = dataclasses.replace(hybrid.submodules, mamba_layer=layer)
-    return dataclasses.replace(hybrid, submodules=parts)
+    layer = replace(layer, submodules=replace(layer.submodules, mixer=mixer))
+    parts = replace(hybrid.submodules, mamba_layer=layer)
+    return replace(hybrid, submodules=parts)
 
 
 def _first_of_equal(q, k, weights, topk, **named):

@@ -5,7 +5,7 @@ share are found by it, and it imports nothing of them.
 import ast
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -99,231 +99,166 @@ def prove(plan, num_slots):
                 work._make_work(part, abilities, None, CPU, backward)
 
 
-def plant(patch, owner, name, change):
-    """Put `change(function)` in place of a function: of a route, of a class, or in each module that
-    has it.
+def plant(patch, owner, name, fault):
+    """Puts `fault`, which gets the right one first, in place of a function: of a route, of a class,
+    or in each module that has it.
     """
     if isinstance(owner, dict):
-        patch.setitem(owner, name, replace(owner[name], transfers=change(owner[name].transfers)))
+        spoiled = partial(fault, owner[name].transfers)
+        patch.setitem(owner, name, replace(owner[name], transfers=spoiled))
         return
     if isinstance(owner, type):
-        patch.setattr(owner, name, change(owner.__dict__[name]))
+        right = owner.__dict__[name]
+        if isinstance(right, classmethod):
+            spoiled = staticmethod(partial(fault, getattr(owner, name)))
+        elif isinstance(right, cached_property):
+            spoiled = property(partial(fault, right.func))
+        else:
+
+            def spoiled(*args, **more):
+                return fault(right, *args, **more)
+
+        patch.setattr(owner, name, spoiled)
         return
     original = getattr(owner, name)
-    spoiled = change(original)
+    spoiled = partial(fault, original)
     for each in [*sys.modules.values()]:
         ours = getattr(each, "__name__", "").startswith("cp_ring.")
         if ours and each.__dict__.get(name) is original:
             patch.setattr(each, name, spoiled)
 
 
-def few_cells(overlaps):
-    def spoiled(*args):
-        which, cell = overlaps(*args)
-        first = np.searchsorted(which, which)
-        keep = np.arange(len(which)) - first < 5
-        return which[keep], cell[keep]
-
-    return spoiled
+def few_cells(overlaps, *args):
+    which, cell = overlaps(*args)
+    first = np.searchsorted(which, which)
+    keep = np.arange(len(which)) - first < 5
+    return which[keep], cell[keep]
 
 
-def without_last(overlaps):
-    def spoiled(*args):
-        which, cell = overlaps(*args)
-        last = np.append(which[1:] != which[:-1], True)[: len(which)]
-        alone = np.bincount(which, minlength=len(which) + 1)[which] == 1
-        return which[~last | alone], cell[~last | alone]
-
-    return spoiled
+def without_last(overlaps, *args):
+    which, cell = overlaps(*args)
+    last = np.append(which[1:] != which[:-1], True)[: len(which)]
+    alone = np.bincount(which, minlength=len(which) + 1)[which] == 1
+    return which[~last | alone], cell[~last | alone]
 
 
-def one_token_short(union):
-    def spoiled(group, start, end):
-        group, start, end = union(group, start, end)
-        return group, start, np.where(end - start > 3, end - 1, end)
-
-    return spoiled
+def one_token_short(union, *args):
+    group, start, end = union(*args)
+    return group, start, np.where(end - start > 3, end - 1, end)
 
 
-def unsorted(sort_index):
-    return lambda *keys: slice(None)
+def unsorted(sort_index, *keys):
+    return slice(None)
 
 
-def no_band_left(within):
-    def spoiled(self, *args, **more):
-        found = within(self, *args, **more)
-        data = found.data.copy()
-        data[4] = np.where(data[5] == OPEN, -OPEN, data[4])
-        return type(self)(data)
-
-    return spoiled
+def no_band_left(within, *args, **more):
+    data = within(*args, **more).data.copy()
+    data[4] = np.where(data[5] == OPEN, -OPEN, data[4])
+    return tiles.Tiles(data)
 
 
-def one_key_more(shifted):
-    def spoiled(self, queries, keys):
-        found = shifted(self, queries, keys)
-        data = found.data.copy()
-        data[3] += (data[3] - data[2] == 7) & (data[5] == OPEN)
-        return type(self)(data)
-
-    return spoiled
+def one_key_more(shifted, *args):
+    data = shifted(*args).data.copy()
+    data[3] += (data[3] - data[2] == 7) & (data[5] == OPEN)
+    return tiles.Tiles(data)
 
 
-def joins_all_neighbors(unions):
-    def spoiled(table, group, along_queries):
-        a, b = table.data[:, :-1], table.data[:, 1:]
-        near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[:2] == b[:2]).all(0)
-        first = np.flatnonzero(near & (group[:-1] == group[1:]))
-        larger = np.array([[False, True, False, True, True, False]]).T
-        hulls = np.where(larger, np.maximum(a, b), np.minimum(a, b))
-        return first, tiles.Tiles(hulls[:, first])
-
-    return spoiled
+def joins_all_neighbors(unions, table, group, along_queries):
+    a, b = table.data[:, :-1], table.data[:, 1:]
+    near = (a[1] == b[0]) if along_queries else (a[3] == b[2]) & (a[:2] == b[:2]).all(0)
+    first = np.flatnonzero(near & (group[:-1] == group[1:]))
+    larger = np.array([[False, True, False, True, True, False]]).T
+    hulls = np.where(larger, np.maximum(a, b), np.minimum(a, b))
+    return first, tiles.Tiles(hulls[:, first])
 
 
-def late_chunk(starts):
-    def spoiled(layout):
-        found = starts.func(layout).copy()
-        found[-1] += found[-1] > 4
-        return found
-
-    return property(spoiled)
+def late_chunk(starts, layout):
+    found = starts(layout).copy()
+    found[-1] += found[-1] > 4
+    return found
 
 
-def swapped_senders(direct):
-    def spoiled(need, cp):
-        keys, grads = direct(need, cp)
-        if len(keys) > 1:
-            sender = keys.sender.copy()
-            sender[[0, -1]] = sender[[-1, 0]]
-            keys = replace(keys, sender=sender)
-        return keys, grads
-
-    return spoiled
+def swapped_senders(direct, need, cp):
+    keys, grads = direct(need, cp)
+    if len(keys) > 1:
+        sender = keys.sender.copy()
+        sender[[0, -1]] = sender[[-1, 0]]
+        keys = replace(keys, sender=sender)
+    return keys, grads
 
 
-def gradients_of_first_hop(direct):
-    def spoiled(need, cp):
-        keys, grads = direct(need, cp)
-        return keys, grads[grads.hop > 1] if (grads.hop > 1).any() else grads
-
-    return spoiled
+def gradients_of_first_hop(direct, need, cp):
+    keys, grads = direct(need, cp)
+    return keys, grads[grads.hop > 1] if (grads.hop > 1).any() else grads
 
 
-def stale_slide(slides):
-    def spoiled(*of_rank):
-        slide = slides(*of_rank)
-        return lambda owner, start: slide(np.minimum(owner, 1), start)
-
-    return spoiled
+def stale_slide(slides, *of_rank):
+    slide = slides(*of_rank)
+    return lambda owner, start: slide(np.minimum(owner, 1), start)
 
 
-def thinner_rectangle(columns):
-    def spoiled(cls, q0, q1, k0, k1, lo=-OPEN, hi=OPEN):
-        k1 = np.where(np.asarray(k1) - k0 > 8, np.asarray(k1) - 1, k1)
-        return columns.__func__(cls, q0, q1, k0, k1, lo, hi)
-
-    return classmethod(spoiled)
+def thinner_rectangle(columns, q0, q1, k0, k1, lo=-OPEN, hi=OPEN):
+    k1 = np.where(np.asarray(k1) - k0 > 8, np.asarray(k1) - 1, k1)
+    return columns(q0, q1, k0, k1, lo, hi)
 
 
-def thick_strips(expand):
-    def spoiled(first, count):
-        which, number = expand(first, count)
-        return which, np.where(number == 2, 1, number)
-
-    return spoiled
+def thick_strips(expand, first, count):
+    which, number = expand(first, count)
+    return which, np.where(number == 2, 1, number)
 
 
-def without_last_sequence(call_groups):
-    def spoiled(lowered, varlen):
-        groups = call_groups(lowered, varlen)
-        return [group[:-1] if len(group) > 1 else group for group in groups]
-
-    return spoiled
+def without_last_sequence(call_groups, lowered, varlen):
+    groups = call_groups(lowered, varlen)
+    return [group[:-1] if len(group) > 1 else group for group in groups]
 
 
-def late_tokens(part_of):
-    def spoiled(cls, found, first=0, reverse=False, arrived=False):
-        return part_of.__func__(
-            cls, found, first + (1 if arrived and first else 0), reverse, arrived
-        )
-
-    return classmethod(spoiled)
+def late_tokens(part_of, found, first=0, reverse=False, arrived=False):
+    return part_of(found, first + (1 if arrived and first else 0), reverse, arrived)
 
 
-def reversed_alike(part_of):
-    def spoiled(cls, found, first=0, reverse=False, arrived=False):
-        return part_of.__func__(cls, found, first, False, arrived)
-
-    return classmethod(spoiled)
+def reversed_alike(part_of, found, first=0, reverse=False, arrived=False):
+    return part_of(found, first, False, arrived)
 
 
-def joined_parts(joined):
-    def spoiled(table):
-        found = joined(table)
-        found[2] = 1
-        return found
-
-    return spoiled
+def joined_parts(joined, table):
+    found = joined(table)
+    found[2] = 1
+    return found
 
 
-def half_memory(running):
-    def spoiled(*of):
-        right = running(*of)
-        return slice(right.start, right.stop - (right.stop > 3))
-
-    return spoiled
+def half_memory(running, *of):
+    right = running(*of)
+    return slice(right.start, right.stop - (right.stop > 3))
 
 
-def posted_too_early(order):
-    def spoiled(part, num_slots, backward):
-        turns = order(part, num_slots, backward)
-        return tuple(turn._replace(ahead=len(turns)) for turn in turns)
-
-    return spoiled
+def posted_too_early(order, *given):
+    turns = order(*given)
+    return tuple(turn._replace(ahead=len(turns)) for turn in turns)
 
 
-def one_slot(order):
-    def spoiled(part, num_slots, backward):
-        return tuple(
-            turn._replace(slot=min(turn.slot, 1)) for turn in order(part, num_slots, backward)
-        )
-
-    return spoiled
+def one_slot(order, *given):
+    return tuple(turn._replace(slot=min(turn.slot, 1)) for turn in order(*given))
 
 
-def other_side_of_gradients(order):
+def other_side_of_gradients(order, part, num_slots, backward):
     """Keys are posted one hop later than on other ranks, in backward."""
-
-    def spoiled(part, num_slots, backward):
-        turns = order(part, num_slots, backward)
-        late = [turn._replace(ahead=place + 1) for place, turn in enumerate(turns)]
-        return tuple(late) if backward and part.rank == 1 else turns
-
-    return spoiled
+    turns = order(part, num_slots, backward)
+    late = [turn._replace(ahead=place + 1) for place, turn in enumerate(turns)]
+    return tuple(late) if backward and part.rank == 1 else turns
 
 
-def target_by_source(gathered):
-    def spoiled(cls, *args):
-        found = gathered.__func__(cls, *args)
-        return replace(found, target=found.target[::-1].copy())
-
-    return classmethod(spoiled)
+def target_by_source(gathered, *args):
+    found = gathered(*args)
+    return replace(found, target=found.target[::-1].copy())
 
 
-def other_side(of):
-    def spoiled(cls, sequences, window, *more):
-        return of.__func__(cls, sequences, window[::-1], *more)
-
-    return classmethod(spoiled)
+def other_side(of, sequences, window, *more):
+    return of(sequences, window[::-1], *more)
 
 
-def not_turned(of):
-    def spoiled(cls, tile, shift, reverse):
-        call = of.__func__(cls, tile, shift, reverse)
-        return replace(call, lo=-call.hi, hi=-call.lo) if reverse else call
-
-    return classmethod(spoiled)
+def not_turned(of, tile, shift, reverse):
+    call = of(tile, shift, reverse)
+    return replace(call, lo=-call.hi, hi=-call.lo) if reverse else call
 
 
 FAULTS = {

@@ -17,7 +17,7 @@ from cp_ring.plan.shard_tiles import tiles_in_stream
 from cp_ring.plan.tiles import paint
 from tests.plan.mutations import PLAN_MUTATIONS, RANK_PLAN_MUTATIONS
 from tests.plan.strategies import CAPABILITIES, SLOTS, plans
-from tests.rings import said, with_backward
+from tests.rings import said, with_backward, with_tables
 
 MUTATIONS = [*PLAN_MUTATIONS, *RANK_PLAN_MUTATIONS]
 QUIET = {"suppress_health_check": list(HealthCheck)}
@@ -146,13 +146,11 @@ def test_hops_of_backward_are_proven_too():
     for name, mutate in PLAN_MUTATIONS.items():
         spoiled = mutate(Plan(other.ring.of_backward, plan.layout), np.random.default_rng(0))
         if spoiled is not None:
-            ring = replace(plan.ring, of_backward=spoiled.ring)
-            assert said(replace(plan, ring=ring, _rank_plans={}).verify), name
-    both = replace(plan.ring, of_backward=other.ring.of_backward)  # gradients of forward too
-    assert "not all gradients" in said(replace(plan, ring=both, _rank_plans={}).verify)
-    full = Plan.build(Mask.full(64), plan.layout).ring
-    ring = replace(plan.ring, of_backward=full)
-    assert "another mask" in said(replace(plan, ring=ring, _rank_plans={}).verify)
+            assert said(with_tables(plan, of_backward=spoiled.ring).verify), name
+    both = with_tables(plan, of_backward=other.ring.of_backward)  # gradients of forward too
+    assert "not all gradients" in said(both.verify)
+    full = with_tables(plan, of_backward=Plan.build(Mask.full(64), plan.layout).ring)
+    assert "another mask" in said(full.verify)
 
 
 def test_too_few_slots_are_rejected():
