@@ -62,48 +62,48 @@ def _layout(name, n, cp):
 
 
 TABLE = {
-    "causal zigzag 4 direct several 1": (3456, "d19a119845b6ac1c", 1769472, 884736, 0),
-    "full zigzag 4 direct several 1": (4608, "e0226555f783d264", 2359296, 1179648, 0),
-    "window zigzag 4 direct several 1": (1192, "a301b569cdc66e1b", 610304, 305152, 0),
-    "both-ways zigzag 4 direct several 1": (720, "f34b4d1ba672430b", 368640, 184320, 0),
-    "documents zigzag 4 direct several 1": (1156, "1c58669cbc7e8c8c", 591872, 295936, 0),
-    "documents-full zigzag 4 direct several 1": (2368, "f802214f77e56d27", 1212416, 606208, 0),
-    "documents-window zigzag 4 direct several 1": (723, "c2a8e526a2d35040", 370176, 185088, 0),
-    "prefix zigzag 4 direct several 1": (1196, "62d9cd1590d146b7", 612352, 306176, 0),
-    "tree zigzag 4 direct several 1": (1858, "26e837b6fa8276b3", 951296, 475648, 0),
-    "shared-prefix zigzag 4 direct several 1": (2058, "f208b6f32cd5175d", 1053696, 526848, 0),
-    "images zigzag 4 direct several 1": (3456, "b9858d07a380c6db", 1769472, 884736, 0),
-    "global zigzag 4 direct several 1": (1138, "a654b0a5c33d7b74", 582656, 291328, 0),
-    "blocks zigzag 4 direct several 1": (3456, "267e0daa6bd59fde", 1769472, 884736, 0),
-    "diffusion zigzag 4 direct several 1": (1792, "0594b397d2d0c96b", 917504, 458752, 0),
-    "dense zigzag 4 direct several 1": (216, "a944ead01c71f299", 110592, 55296, 0),
-    "batch zigzag 4 direct several 1": (3132, "2f02e47bdd607f48", 1603584, 801792, 0),
-    "causal zigzag 4 ring ring 1": (4032, "6ce0ccdc519e22e7", 2064384, 884736, 0),
-    "causal zigzag 8 ring ring 1": (10080, "412acf98af679c21", 5160960, 2064384, 0),
-    "documents zigzag 4 ring ring 1": (1968, "8599b1705e3b90f9", 1007616, 493312, 0),
-    "documents zigzag 8 ring ring 1": (5438, "4b71076f3e145edc", 2784256, 1425152, 0),
-    "window zigzag 4 ring ring 1": (2344, "1b6cb6d91d708bc5", 1200128, 595968, 0),
-    "window zigzag 8 ring ring 1": (6664, "92d2e65d34d4da77", 3411968, 1560576, 0),
-    "causal dealt 4 ring several 1": (3704, "e83e0d3f9c61ca4b", 1896448, 1024000, 0),
-    "tree dealt 4 ring several 1": (2674, "f8397ee9f38e1526", 1369088, 857088, 0),
-    "full dealt 8 direct gather 1": (10752, "b3d401838205ffc9", 5505024, 2752512, 0),
-    "prefix dealt 8 direct gather 1": (4490, "cf3c10b532655c76", 2298880, 1149440, 0),
-    "images dealt 8 direct gather 1": (8646, "655f9fa1f90998b1", 4426752, 2213376, 0),
-    "causal contiguous 2 direct ring 1": (768, "d712124f47f5b84d", 393216, 196608, 0),
-    "documents contiguous 2 direct ring 1": (467, "6d3a34ed365a8e5e", 239104, 119552, 0),
-    "diffusion contiguous 2 direct ring 1": (704, "ad261a572354980e", 360448, 180224, 0),
-    "causal contiguous 8 direct ring 1": (5376, "7697cd3f93abc2cb", 2752512, 1376256, 0),
-    "causal contiguous 8 ring ring 1": (5376, "c1fda7285d11b013", 2752512, 2408448, 0),
-    "window contiguous 8 direct ring 1": (1392, "d2778eea7e07afd2", 712704, 356352, 0),
-    "window contiguous 8 ring ring 1": (1392, "1674ca6df86debc9", 712704, 2408448, 0),
-    "causal zigzag 8 direct ring 2": (6912, "a280b4986778ff02", 1769472, 884736, 786432),
-    "causal zigzag 8 ring ring 2": (8064, "1b72112a375f0135", 2064384, 884736, 786432),
-    "documents zigzag 8 direct ring 2": (2312, "bb44bfabae9bbe00", 591872, 295936, 786432),
-    "documents zigzag 8 ring ring 2": (3936, "36055a216c6f7145", 1007616, 493312, 786432),
-    "full zigzag 8 direct several 4": (6144, "e3caf2ee5625fe07", 786432, 393216, 1179648),
-    "shared-prefix zigzag 8 direct several 4": (3144, "cc7a5a9735fac830", 402432, 201216, 1179648),
-    "causal zigzag 4 direct ring 4": (0, "70e0b70d56802c79", 0, 0, 1179648),
-    "batch zigzag 4 direct ring 4": (0, "68b4f370aa74fda8", 0, 0, 1179648),
+    "causal zigzag 4 direct several 1": "3456 d19a119845b6ac1c 1769472 884736 0",
+    "full zigzag 4 direct several 1": "4608 e0226555f783d264 2359296 1179648 0",
+    "window zigzag 4 direct several 1": "1192 a301b569cdc66e1b 610304 305152 0",
+    "both-ways zigzag 4 direct several 1": "720 f34b4d1ba672430b 368640 184320 0",
+    "documents zigzag 4 direct several 1": "1156 1c58669cbc7e8c8c 591872 295936 0",
+    "documents-full zigzag 4 direct several 1": "2368 f802214f77e56d27 1212416 606208 0",
+    "documents-window zigzag 4 direct several 1": "723 c2a8e526a2d35040 370176 185088 0",
+    "prefix zigzag 4 direct several 1": "1196 62d9cd1590d146b7 612352 306176 0",
+    "tree zigzag 4 direct several 1": "1858 26e837b6fa8276b3 951296 475648 0",
+    "shared-prefix zigzag 4 direct several 1": "2058 f208b6f32cd5175d 1053696 526848 0",
+    "images zigzag 4 direct several 1": "3456 b9858d07a380c6db 1769472 884736 0",
+    "global zigzag 4 direct several 1": "1138 a654b0a5c33d7b74 582656 291328 0",
+    "blocks zigzag 4 direct several 1": "3456 267e0daa6bd59fde 1769472 884736 0",
+    "diffusion zigzag 4 direct several 1": "1792 0594b397d2d0c96b 917504 458752 0",
+    "dense zigzag 4 direct several 1": "216 a944ead01c71f299 110592 55296 0",
+    "batch zigzag 4 direct several 1": "3132 2f02e47bdd607f48 1603584 801792 0",
+    "causal zigzag 4 ring ring 1": "4032 6ce0ccdc519e22e7 2064384 884736 0",
+    "causal zigzag 8 ring ring 1": "10080 412acf98af679c21 5160960 2064384 0",
+    "documents zigzag 4 ring ring 1": "1968 8599b1705e3b90f9 1007616 493312 0",
+    "documents zigzag 8 ring ring 1": "5438 4b71076f3e145edc 2784256 1425152 0",
+    "window zigzag 4 ring ring 1": "2344 1b6cb6d91d708bc5 1200128 595968 0",
+    "window zigzag 8 ring ring 1": "6664 92d2e65d34d4da77 3411968 1560576 0",
+    "causal dealt 4 ring several 1": "3704 e83e0d3f9c61ca4b 1896448 1024000 0",
+    "tree dealt 4 ring several 1": "2674 f8397ee9f38e1526 1369088 857088 0",
+    "full dealt 8 direct gather 1": "10752 b3d401838205ffc9 5505024 2752512 0",
+    "prefix dealt 8 direct gather 1": "4490 cf3c10b532655c76 2298880 1149440 0",
+    "images dealt 8 direct gather 1": "8646 655f9fa1f90998b1 4426752 2213376 0",
+    "causal contiguous 2 direct ring 1": "768 d712124f47f5b84d 393216 196608 0",
+    "documents contiguous 2 direct ring 1": "467 6d3a34ed365a8e5e 239104 119552 0",
+    "diffusion contiguous 2 direct ring 1": "704 ad261a572354980e 360448 180224 0",
+    "causal contiguous 8 direct ring 1": "5376 7697cd3f93abc2cb 2752512 1376256 0",
+    "causal contiguous 8 ring ring 1": "5376 c1fda7285d11b013 2752512 2408448 0",
+    "window contiguous 8 direct ring 1": "1392 d2778eea7e07afd2 712704 356352 0",
+    "window contiguous 8 ring ring 1": "1392 1674ca6df86debc9 712704 2408448 0",
+    "causal zigzag 8 direct ring 2": "6912 a280b4986778ff02 1769472 884736 786432",
+    "causal zigzag 8 ring ring 2": "8064 1b72112a375f0135 2064384 884736 786432",
+    "documents zigzag 8 direct ring 2": "2312 bb44bfabae9bbe00 591872 295936 786432",
+    "documents zigzag 8 ring ring 2": "3936 36055a216c6f7145 1007616 493312 786432",
+    "full zigzag 8 direct several 4": "6144 e3caf2ee5625fe07 786432 393216 1179648",
+    "shared-prefix zigzag 8 direct several 4": "3144 cc7a5a9735fac830 402432 201216 1179648",
+    "causal zigzag 4 direct ring 4": "0 70e0b70d56802c79 0 0 1179648",
+    "batch zigzag 4 direct ring 4": "0 68b4f370aa74fda8 0 0 1179648",
 }
 
 
@@ -121,7 +121,7 @@ def _plan(cell):
 
 
 def _row(plan):
-    return *_digest(plan), *_bytes(plan)
+    return " ".join(map(str, (*_digest(plan), *_bytes(plan))))
 
 
 def _digest(plan):
@@ -190,4 +190,4 @@ def _put(digest, *values):
 
 if __name__ == "__main__":
     for cell in TABLE:
-        print(f"    {cell!r}: {_row(_plan(cell))},".replace("'", '"'))
+        print(f'    "{cell}": "{_row(_plan(cell))}",')
