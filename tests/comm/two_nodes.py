@@ -18,9 +18,9 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
@@ -235,19 +235,19 @@ def rank(n):
             q = torch.randn(1, n // RANKS, HEADS, SIZE)
             cp_ring.ring_attention(q, q, q, cp_ring.ALONE)
             dist.barrier()
-            start = time.perf_counter()
+            start = perf_counter()
             for _ in range(4):
                 cp_ring.ring_attention(q, q, q, cp_ring.ALONE)
-            flops = 16 * HEADS * (n // RANKS) ** 2 * SIZE / (time.perf_counter() - start)
+            flops = 16 * HEADS * (n // RANKS) ** 2 * SIZE / (perf_counter() - start)
             rates = [flops]
             sent, got = torch.empty(2, 1_000_000, dtype=torch.uint8)
             for mate in (number ^ 1, number ^ NODE):
                 dist.barrier()
-                start = time.perf_counter()
+                start = perf_counter()
                 moves = dist.P2POp(dist.isend, sent, mate), dist.P2POp(dist.irecv, got, mate)
                 for work in dist.batch_isend_irecv(list(moves)):
                     work.wait()
-                rates.append(len(sent) / (time.perf_counter() - start))
+                rates.append(len(sent) / (perf_counter() - start))
             least = torch.tensor(rates)
             dist.all_reduce(least, dist.ReduceOp.MIN)
             found = dict(zip(("forward", "inside", "between"), least.tolist(), strict=True))
@@ -262,10 +262,10 @@ def rank(n):
             continue
         call = prepared(case["mask"], case["keywords"])
         dist.barrier()
-        start = time.perf_counter()
+        start = perf_counter()
         call()
         dist.barrier()
-        answer = {"seconds": time.perf_counter() - start}
+        answer = {"seconds": perf_counter() - start}
         with suppress(Exception):  # another checkout may keep its plans elsewhere
             plans, wanted = sys.modules["cp_ring.plan.plan"]._plans, known[case["mask"]].digest
             answer["heads"] = [x for x in plans.values() if x.mask.digest == wanted][-1].ulysses

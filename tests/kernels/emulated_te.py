@@ -6,9 +6,9 @@ import dataclasses
 import json
 import math
 import sys
-import types
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ class Names:
 def installed(version, cudnn=92600):
     """TransformerEngine `version` is importable, with version `cudnn` of cuDNN."""
     calls.clear()
-    fused = types.ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
+    fused = ModuleType("transformer_engine.pytorch.cpp_extensions.fused_attn")
     for name, implementation in (("fused_attn_fwd", forward), ("fused_attn_bwd", backward)):
         scope = {"run": implementation}
         source = (
@@ -61,12 +61,12 @@ def installed(version, cudnn=92600):
     fused.AttnMaskType, fused.SoftmaxType = Names("mask"), Names("softmax")
     fused.QKVFormat = Names("format")
     fused.FusedAttnBackend = {"No_Backend": NO_BACKEND, "F16_arbitrary_seqlen": F16}
-    constants = types.ModuleType("transformer_engine.pytorch.constants")
+    constants = ModuleType("transformer_engine.pytorch.constants")
     constants.TE_DType = {dtype: ("dtype", dtype) for dtype in (torch.float16, torch.bfloat16)}
-    extension = types.ModuleType("transformer_engine_torch")
+    extension = ModuleType("transformer_engine_torch")
     extension.get_fused_attn_backend = backend
     extension.get_cudnn_version = lambda: cudnn
-    utils = types.ModuleType("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    utils = ModuleType("transformer_engine.pytorch.attention.dot_product_attention.utils")
     if "FusedAttentionParams" in SIGNATURES[version]:
         # All fields have defaults in the real one; those that stay away here are not looked at for
         # this kind of call.
@@ -79,7 +79,7 @@ def installed(version, cudnn=92600):
     for module in (fused, utils):
         parent = module.__name__
         while parent := parent.rpartition(".")[0]:
-            modules.setdefault(parent, types.ModuleType(parent))
+            modules.setdefault(parent, ModuleType(parent))
     modules["transformer_engine"].__version__ = version if version[0].isdigit() else "2.19"
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
@@ -99,7 +99,7 @@ BY_POSITION = """is_training q_type kv_type qkv_layout bias_type attn_mask_type 
 
 def backend(*x):
     """Arguments by position, before 2.20."""
-    p = types.SimpleNamespace(**dict(zip(BY_POSITION.split(), x, strict=True)))
+    p = SimpleNamespace(**dict(zip(BY_POSITION.split(), x, strict=True)))
     assert p.q_type == p.kv_type
     assert isinstance(p.return_max_logit, bool) and p.cuda_graph is False
     return backend_for(p)

@@ -16,11 +16,6 @@ from cp_ring.testing.oracle import Case, logits
 N = 48
 
 
-def largest_of(q, k, mask):
-    """The truth: the largest logit of each head in float64."""
-    return logits(q.double(), k.double(), mask.dense()).amax((0, 2, 3))
-
-
 def of_ranks(case, plan, **options):
     """Out of all ranks, and the largest logits of each."""
 
@@ -47,7 +42,7 @@ def test_over_all_ranks_it_is_that_of_the_dense_scores(cp, monkeypatch):
     ]
     for mask in masks:
         plan = Plan.build(mask, Layout.zigzag(N, cp) if cp > 1 else Layout.contiguous(N, 1))
-        truth = largest_of(case.q, case.k, mask)
+        truth = logits(case.q.double(), case.k.double(), mask.dense()).amax((0, 2, 3))
         plain, found = of_ranks(case, plan)
         torch.testing.assert_close(torch.stack(found).amax(0).double(), truth, rtol=1e-6, atol=0)
         assert found[0].dtype == torch.float32 and found[0].shape == (4,)

@@ -6,6 +6,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
+class Group:
+    """A process group of which only size and rank are asked."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
 def end_groups(kept=()):
     """Ends all groups but the world and those `kept`. A collective: no rank leaves one that another
     still needs.

@@ -34,6 +34,7 @@ TRAIN = shlex.split("""
     --log-interval 100 --seed 7
 """)
 TINY = MODEL + DATA + TRAIN
+RING = shlex.split("--cp-ring --cp-ring-cpu --context-parallel-size 2")
 
 
 def environment():
@@ -88,7 +89,10 @@ class Outcome:
 def attempt(ranks, name, flags, folder, common=TINY, fault="", data=""):
     """Runs one job as `train` does, and tells what became of it."""
     log = folder / f"{name}.log"
-    code = fork(ranks, (_job(name, flags, common, fault, data), folder, log))
+    script = [] if flags[0].startswith("-") else flags[:1]
+    argv = script + common + flags[len(script) :]
+    job = {"name": name, "argv": argv, "fault": fault, "data": data}
+    code = fork(ranks, (job, folder, log))
     steps, lines = trace(folder, name).values(), lines_of(folder, name)
     passes = {
         line["pass"]: line["validation"] for line in lines if line.get("validation") is not None
@@ -153,16 +157,6 @@ def _first_failure(processes):
     """0 if none has failed; several may have until this is asked, after one that was killed."""
     codes = [process.exitcode for process in processes if process.exitcode]
     return min(codes, key=lambda code: code > 0, default=0)
-
-
-def _job(name, flags, common, fault, data):
-    script = [] if flags[0].startswith("-") else flags[:1]
-    return {
-        "name": name,
-        "argv": script + common + flags[len(script) :],
-        "fault": fault,
-        "data": data,
-    }
 
 
 def trace(folder, name):

@@ -32,7 +32,7 @@ def main(folder):
     }
     config = configuration(2)
     found["wrong split"] = rejection(
-        lambda: cp_ring.megatron.certify(config, example.build, wrong_split(example))
+        lambda: cp_ring.megatron.certify(config, example.build, spoiled(example, wrong_split))
     )
     batch = example.batches(0, 0, 1)[0]
     found["wrong labels"] = rejection(
@@ -74,8 +74,8 @@ def packed_documents(example):
     found["packed"] = covered(certificate)
     found["initialized"] = initialized
     for name, step in {
-        "wrong packed": wrong_split(example),
-        "documents dropped": without_documents(example),
+        "wrong packed": spoiled(example, wrong_split),
+        "documents dropped": spoiled(example, without_documents),
         "no gradients": without_gradients(example),
     }.items():
         found[name] = rejection(
@@ -95,18 +95,25 @@ def covered(certificate):
     return [*models, *certificate.not_covered]
 
 
-def without_documents(example):
-    """The forward step of the example, whose microbatches lose their documents with context
-    parallelism.
-    """
+def spoiled(example, spoil):
+    """The forward step of the example, whose microbatches are spoiled with context parallelism."""
 
     def step(iterator, model):
         batch = dict(next(iterator))
         if model.config.context_parallel_size > 1:
-            del batch["cu_seqlens"], batch["max_seqlen"]
+            spoil(batch)
         return example.forward_step(iter([batch]), model)
 
     return step
+
+
+def without_documents(batch):
+    del batch["cu_seqlens"], batch["max_seqlen"]
+
+
+def wrong_split(batch):
+    """Its labels are split by rows of another order."""
+    batch["labels"] = batch["labels"].flip(1)
 
 
 def without_gradients(example):
@@ -130,18 +137,6 @@ def whole_rows(model):
     """A step of a program that has forgotten to split its batch."""
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     model(tokens, torch.arange(128).expand(2, 128), None, labels=tokens)
-
-
-def wrong_split(example):
-    """The forward step of the example with labels that are split by rows of another order."""
-
-    def step(iterator, model):
-        batch = dict(next(iterator))
-        if model.config.context_parallel_size > 1:
-            batch["labels"] = batch["labels"].flip(1)
-        return example.forward_step(iter([batch]), model)
-
-    return step
 
 
 def rejection(call):

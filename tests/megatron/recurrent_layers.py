@@ -59,5 +59,4 @@ def whole_rows():
 def call(layer, hidden, packed):
     """Output [s, b, HIDDEN] of hidden states [s, b, HIDDEN]."""
     mask = {} if "MambaMixer" in type(layer).__name__ else {"attention_mask": None}
-    out = layer(hidden, packed_seq_params=packed, **mask)[0]
-    return out
+    return layer(hidden, packed_seq_params=packed, **mask)[0]

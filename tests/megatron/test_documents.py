@@ -14,7 +14,9 @@ from cp_ring.megatron import settings
 from cp_ring.megatron.adapter import documents as documents_module
 from cp_ring.megatron.adapter.config import Split
 from cp_ring.megatron.options import Options
+from tests.megatron.groups import Group
 from tests.peers import tables
+from tests.rings import refused
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +104,7 @@ def test_data_without_ends_of_documents_are_named(
 
 
 def test_position_ids_that_do_not_begin_anew_are_rejected():
-    with pytest.raises(ConfigError, match="do not begin at 0"):
-        boundaries(torch.tensor([[3, 4, 0, 1]]))
+    assert "do not begin at 0" in refused(ConfigError, boundaries, torch.tensor([[3, 4, 0, 1]]))
 
 
 def test_padding_sees_nothing_and_is_seen_by_nobody():
@@ -147,10 +148,9 @@ def test_boundaries_are_those_that_came_with_the_microbatch():
     second = DocumentParams.carry(Documents.in_rows(np.array([0, 20, 32]), 1, 2))
     found = [documents_of(each, (1, 16), 2).whole.segments[0, 1] for each in (first, second)]
     assert found == [10, 20]
-    with pytest.raises(
-        ConfigError, match="boundaries are for 32 tokens over 2 ranks, the tensors hold 8"
-    ):
-        documents_of(first, (1, 8), 2)
+    assert "boundaries are for 32 tokens over 2 ranks, the tensors hold 8" in refused(
+        ConfigError, documents_of, first, (1, 8), 2
+    )
     described = packed()
     assert documents_of(described, (1, 16), 2) is documents_of(described, (1, 16), 2)
 
@@ -214,8 +214,8 @@ def test_a_stage_without_the_microbatch_says_so(middle_stage):
         (True, "rope", "--cp-ring-document-mask"),
         (False, "mrope", "--position-embedding-type mrope"),
     ):
-        with pytest.raises(ConfigError, match=f"{flag}: this pipeline stage has no data set"):
-            middle_stage(None, positions, documents)
+        line = refused(ConfigError, middle_stage, None, positions, documents)
+        assert f"{flag}: this pipeline stage has no data set" in line
 
 
 def test_a_middle_stage_reads_only_positions_with_sections(middle_stage):
@@ -261,7 +261,7 @@ def test_layers_of_a_microbatch_share_its_rotary_positions(monkeypatch):
     """The first one reads the offsets; the others wait for nothing."""
     from cp_ring.megatron.adapter import rotary
 
-    group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    group = Group(1, 2)
     cu_seqlens = torch.tensor([0, 6, 8, 32], dtype=torch.int32)
     inputs, freqs = torch.randn(16, 2, 4), torch.arange(32.0).view(32, 1, 1, 1)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cp_ring.megatron
 from cp_ring import Layout
 from cp_ring.megatron import compat
 from tests.megatron.groups import program
@@ -106,8 +107,6 @@ def planted(fault):
 
 
 def split(iterator):
-    import cp_ring.megatron
-
     mine = cp_ring.megatron.split_batch(next(iterator))
     names = "tokens", "labels", "loss_mask", "position_ids", "packed_seq_params"
     return [mine[name] for name in names]
@@ -255,8 +254,6 @@ def differing(group):
     """On a rank: with what a microbatch on ranks 0 and 1, and one on ranks 2 and 3, end if rank 1 has
     other tokens, and if it has another window.
     """
-    import cp_ring.megatron
-
     with program(4, hybrid=True, packed=True, debug=True):
         first, rank = microbatches(True)[1] | {"local_cp_size": 2}, dist.get_rank()
         other = first | {"tokens": first["tokens"] + (rank == 1)}
@@ -301,7 +298,6 @@ def test_positions_of_another_rank_are_seen(pool):
 
 def lines(group):
     """On a rank: with what each wrong microbatch or model ends."""
-    import cp_ring.megatron
     from cp_ring.megatron import settings as in_force
     from cp_ring.megatron.adapter import documents
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.megatron.groups import Group
+
 gpt = pytest.importorskip("cp_ring.megatron.gpt")
 MASK = torch.tensor([[0.25, 1.0, 0.75, 0.0, 1.5, 0.5, 0.25, 1.0, 0.75, 0.75, 0.0, 0.25]])
 LOSSES = torch.arange(12.0)[None] + 1
@@ -21,8 +23,9 @@ def on_rank(monkeypatch):
             check_for_nan_in_loss_and_grad=False, calculate_per_token_loss=by_token
         )
         monkeypatch.setattr(gpt, "get_args", lambda: args)
-        group = SimpleNamespace(rank=lambda: rank, size=lambda: cp)
-        monkeypatch.setattr(gpt.parallel_state, "get_context_parallel_group", lambda: group)
+        monkeypatch.setattr(
+            gpt.parallel_state, "get_context_parallel_group", lambda: Group(rank, cp)
+        )
         return gpt.loss_function(mask[:, of], LOSSES[:, of], weight=mask.sum(dtype=torch.float64))
 
     return call

@@ -16,6 +16,7 @@ from cp_ring.megatron.options import Options
 from cp_ring.runtime import RUNTIME
 from tests.megatron import counted_plans, packing_script
 from tests.megatron.documents import data, write
+from tests.megatron.groups import Group
 from tests.megatron.launch import MODEL, TINY, TRAIN, fork, trace
 
 N, CP, RANK = 256, 4, 1
@@ -43,14 +44,6 @@ class Rows(Dataset):
         return row
 
 
-class Group:
-    def rank(self):
-        return RANK
-
-    def size(self):
-        return CP
-
-
 @pytest.fixture(autouse=True)
 def balanced(monkeypatch):
     monkeypatch.setattr(batches, "check_rows", lambda *_: None)  # this rank is alone here
@@ -66,7 +59,7 @@ def settle():
 
 def plan_in(batch):
     """What a layer asks for."""
-    documents = batches.split_batch(batch, Group())["packed_seq_params"].documents
+    documents = batches.split_batch(batch, Group(RANK, CP))["packed_seq_params"].documents
     return documents.rank_plan(RANK, LAYER.window, LAYER.causal, LAYER.spec)
 
 

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import pytest
-
 from cp_ring import Layout, Mask, Plan, PlanError, PlanSpec
 from cp_ring.megatron.adapter import microbatch_mask
 from cp_ring.plan import plan as plan_module
 from cp_ring.plan.plan import rank_plan
+from tests.rings import refused
 
 CP, N = 4, 64
 
@@ -21,8 +20,7 @@ def test_a_rank_never_runs_the_plan_of_another_one(monkeypatch):
     monkeypatch.setattr(plan_module, "rank_plan", of_another_rank)
     spoiled = Plan.build(Mask.causal(N), Layout.zigzag(N, CP))
     spoiled.verify()  # its tables are right
-    with pytest.raises(PlanError, match="rank"):
-        spoiled.proven_part(1)
+    assert "rank" in refused(PlanError, spoiled.proven_part, 1)
     spoiled.proven_part(2)
 
 
@@ -34,8 +32,7 @@ def test_the_plan_that_a_rank_makes_of_a_packed_microbatch_is_proven(monkeypatch
     microbatch_mask._proven.clear()
     of_another = replace(whole.rank_plan(0), rank=1)
     monkeypatch.setattr(Plan, "proven_part", lambda self, rank: of_another)
-    with pytest.raises(PlanError, match="rank"):
-        microbatch_mask._make_plan(mask, spec, CP, 1, kind)
+    assert "rank" in refused(PlanError, microbatch_mask._make_plan, mask, spec, CP, 1, kind)
 
 
 def test_what_the_balanced_layout_gains_is_said_once(capsys):

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cp_ring.megatron
+from cp_ring.megatron.adapter.documents import ALONE
 from tests.megatron.groups import program
 from tests.megatron.test_dynamic_groups import VOCAB, build, difference
 from tests.rings import said
@@ -38,8 +40,6 @@ def gradients(group):
     """On a rank of four: the loss over all batch rows of a student, also against a teacher at
     context parallel size 1, and the gradients, added up over all ranks; by the student's size.
     """
-    import cp_ring.megatron
-    from cp_ring.megatron.adapter.documents import ALONE
 
     rows = drawn(ROWS)
     rank, found = dist.get_rank(), {}
@@ -108,8 +108,6 @@ def of_two_windows(_):
     """On a rank of four, in pairs under the balanced layout: the losses of a model with a window,
     and of one without, both at context parallel size 2 and at 1.
     """
-    import cp_ring.megatron
-    from cp_ring.megatron.adapter.documents import ALONE
 
     whole, found = batch(drawn()), []
     with program(2, layout="balanced", seq_length=N):
@@ -137,8 +135,6 @@ def beside_documents(_):
     """On a rank of four: the same losses of a model at context parallel size 1 in a program whose
     rows have documents, without and with them.
     """
-    import cp_ring.megatron
-    from cp_ring.megatron.adapter.documents import ALONE
 
     whole = batch(drawn())
     with program(2, document_mask=True, seq_length=N):

@@ -49,15 +49,13 @@ def test_without_compiler_torch_operations_run_and_it_is_said_once(function, cap
     ]
 
 
-def test_faults_of_the_device_are_errors(function):
-    first, module = function
-    module.raises = torch.OutOfMemoryError("out of memory")
-    with pytest.raises(torch.OutOfMemoryError):
-        first.run()
-
-
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Triton Error [CUDA]: out of memory"), MemoryError()]
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.OutOfMemoryError("out of memory"),
+        MemoryError(),
+    ],
 )
 def test_memory_that_is_short_is_an_error_and_does_not_turn_triton_off(function, error):
     first, module = function

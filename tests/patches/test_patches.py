@@ -18,6 +18,7 @@ from cp_ring.patches.patch import Patch, parameters_of, signatures
 from tests.integrations.te_stand_in import installed
 from tests.patches.signatures import upstream
 from tests.rank_pool import python
+from tests.rings import refused
 
 
 def test_the_table_describes_every_patch():
@@ -30,8 +31,7 @@ def test_rows_are_compared_before_packed_batches_are_split():
 
 
 def test_an_unknown_patch_is_rejected():
-    with pytest.raises(ConfigError, match="no patch 'nothing'"):
-        patches.get("nothing")
+    assert "no patch 'nothing'" in refused(ConfigError, patches.get, "nothing")
 
 
 @pytest.mark.parametrize("name", patches.patches_by_name())
@@ -117,9 +117,7 @@ def test_another_function_of_megatron_is_one_line_before_any_patch(
     monkeypatch.setattr(patch, "unneeded", lambda: "")
     applied = []
     monkeypatch.setattr(Patch, "apply", lambda patch: applied.append(patch.name))
-    with pytest.raises(ConfigError) as error:
-        patches.apply_for(None, None)
-    (line,) = str(error.value).splitlines()
+    (line,) = refused(ConfigError, patches.apply_for, None, None).splitlines()
     assert line.startswith(f"patch {name}: megatron-core {compat.megatron_version()}")
     assert attribute in line or owner.__name__ in line
     assert patch.state() == f"rejected: {line}" and not applied
@@ -167,8 +165,7 @@ def test_dataset_helpers_runs_make_where_it_can(applied, monkeypatch, tmp_path):
     utils.compile_helpers()
     assert len(made) == 1
     has.clear()  # as in a new checkout
-    with pytest.raises(ConfigError, match="needs the package pybind11"):
-        utils.compile_helpers()
+    assert "needs the package pybind11" in refused(ConfigError, utils.compile_helpers)
     has["pybind11"] = "a spec"
     monkeypatch.setattr(utils, "__file__", str(tmp_path / "utils.py"))
     (tmp_path / "Makefile").touch()
@@ -189,8 +186,9 @@ def test_parts_of_gated_delta_products_that_are_recomputed_are_rejected(monkeypa
     ):  # fmt: skip
         layer = object.__new__(mixer)
         vars(layer)["config"] = argparse.Namespace(**{name: value})
-        with pytest.raises(ConfigError, match="nor --gdp-cutedsl-kernel: leave them out"):
-            mixer.__init__(layer, None, pg_collection=argparse.Namespace(cp=None))
+        assert "nor --gdp-cutedsl-kernel: leave them out" in refused(
+            ConfigError, mixer.__init__, layer, None, pg_collection=argparse.Namespace(cp=None)
+        )
 
 
 @pytest.mark.compat

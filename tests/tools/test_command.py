@@ -13,6 +13,7 @@ from cp_ring.megatron.options import SETTINGS, Options
 from cp_ring.tools import job as jobs
 from cp_ring.tools import train
 from cp_ring.tools.megatron_flags import words_of
+from tests.rings import refused
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +74,8 @@ def test_settings_to_flags(parser, monkeypatch, settings, line):
 
 @pytest.mark.parametrize("value, shown", [("warp", "warp"), (["a", "b"], "[a,b]")])
 def test_a_value_that_a_flag_does_not_know_is_one_line(parser, value, shown):
-    with pytest.raises(ConfigError) as caught:
-        parser.parse_args(words_of(parser, "attention_backend", value))
-    assert str(caught.value) == f"argument --attention-backend: invalid choice: '{shown}'"
+    line = refused(ConfigError, parser.parse_args, words_of(parser, "attention_backend", value))
+    assert line == f"argument --attention-backend: invalid choice: '{shown}'"
 
 
 def test_boolean_optional_flags_have_both_forms(parser):

@@ -2,16 +2,14 @@
 made tiny train.
 """
 
-import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
 from cp_ring.tools import job as config
-from cp_ring.tools.cli import app
 from launch.budget import ROOT
 from tests.megatron.launch import trace, train
+from tests.tools.commands import told
 from tests.tools.tiny_configs import tiny
 
 FULL_SIZE = tuple(name for name in config.packaged() if name not in ("quickstart", "million-cpu"))
@@ -95,9 +93,7 @@ def _recipes():
 @pytest.mark.parametrize("name, nodes, sizes, heads, memory, speed", _recipes())
 def test_tune_finds_the_sizes_of_the_recipes(name, nodes, sizes, heads, memory, speed):
     """`tune` asks Megatron whether it accepts them."""
-    done = CliRunner().invoke(app, ["tune", name, "--gpus", str(8 * int(nodes)), "--json"])
-    assert done.exit_code == 0, done.output
-    best = json.loads(done.stdout)["best"][0]
+    best = told(f"tune {name} --gpus {8 * int(nodes)}")["best"][0]
     found = " x ".join(f"{x} {best[x]}" for x in ("tp", "cp", "pp", "dp") if best[x] > 1)
     assert (found, best["heads"]) == (sizes, int(heads))
     assert f"{best['bytes'] / 1e9:.0f}" == memory
@@ -106,9 +102,7 @@ def test_tune_finds_the_sizes_of_the_recipes(name, nodes, sizes, heads, memory, 
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_full_size_is_planned_and_proven(name):
-    done = CliRunner().invoke(app, ["plan", name, "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.output)["proven_ms"] > 0
+    assert told(f"plan {name}")["proven_ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
 """The `cp-ring plan` command and its picture."""
 
-import json
-import shlex
-
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cp_ring.comm.groups import choose_for
 from cp_ring.errors import ConfigError, PlanError
@@ -15,22 +11,19 @@ from cp_ring.plan.plan import plan as plan_of
 from cp_ring.plan.sizes.device_rates import NAMED
 from cp_ring.plan.time import Conditions
 from cp_ring.tools import draw
-from cp_ring.tools.cli import app
 from cp_ring.tools.lengths import packed_rows
+from tests.rings import refused
+from tests.tools.commands import printed, told
 
 USUAL = "--seq-length 4096 --cp 4 "
 
 
 def invoke(options):
-    """What `cp-ring plan` prints; raises what it raises."""
-    result = CliRunner().invoke(app, ["plan", *shlex.split(options)])
-    if result.exception:
-        raise result.exception
-    return result.stdout
+    return printed(f"plan {options}")
 
 
 def facts_of(options):
-    return json.loads(invoke(f"{options} --json"))
+    return told(f"plan {options}")
 
 
 def test_numbers_are_those_of_the_plan():
@@ -96,8 +89,9 @@ def test_packed_documents_are_compared_and_the_fastest_is_planned(tmp_path):
 
 def test_lengths_of_a_data_set_are_packed_into_rows(tmp_path):
     (tmp_path / "huge").write_text(f"1 {10**20}")
-    with pytest.raises(PlanError, match="nor a file of whole numbers"):
-        packed_rows(str(tmp_path / "huge"), 64)
+    assert "nor a file of whole numbers" in refused(
+        PlanError, packed_rows, str(tmp_path / "huge"), 64
+    )
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("500 " * 8 + "3000 1000 " * 20 + "9000")
     line = f"--seq-length 4096 --lengths {lengths} --cp 4"
@@ -163,8 +157,9 @@ def test_a_job_has_the_sizes_of_its_layer():
     assert (other["n"], other["head_parallel"]) == (65536, 2)
     assert (other["cp"], other["members"]) == (8, 4)
     assert facts_of("deepseek-style-mla-moe --set cp_ring.wire=latent")["wire"] == "latent"
-    with pytest.raises(ConfigError, match=r"--set a\.b=1 changes a job: name one"):
-        invoke(f"{USUAL} --set a.b=1")
+    assert "--set a.b=1 changes a job: name one" in refused(
+        ConfigError, invoke, f"{USUAL} --set a.b=1"
+    )
 
 
 def test_a_job_is_planned_as_its_ranks_plan_it():
@@ -203,9 +198,8 @@ def test_a_job_is_planned_as_its_ranks_plan_it():
     ],
 )
 def test_bad_options_are_one_line(options, line):
-    with pytest.raises((PlanError, ConfigError)) as caught:
-        invoke(options)
-    assert line in str(caught.value) and "\n" not in str(caught.value)
+    shown = refused((PlanError, ConfigError), invoke, options)
+    assert line in shown and "\n" not in shown
 
 
 @pytest.mark.parametrize("cp", [1, 4, 20])
@@ -223,10 +217,9 @@ def test_a_picture_without_an_ending_is_png(tmp_path):
 
 
 def test_recurrent_layers_tell_the_bytes_of_heads_and_of_states():
-    words = ["plan", "qwen3-next-style", "--set", "megatron.seq_length=131072"]
-    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    line = "qwen3-next-style --set megatron.seq_length=131072"
+    recurrent = facts_of(line)["recurrent"]["gated delta net"]
     # 52 maps of 8 ranks; 32 heads of a matrix for the state and one for its product, float32
-    assert facts["recurrent"]["gated delta net"]["states"] == 52 * 32 * 128 * 2 * 128 * 4 // 8
-    assert facts["recurrent"]["gated delta net"]["heads"] == 471_597_056
-    shown = CliRunner().invoke(app, words).output
-    assert "sends 449.8 MiB a rank in forward by heads, 26.0 by states" in shown
+    assert recurrent["states"] == 52 * 32 * 128 * 2 * 128 * 4 // 8
+    assert recurrent["heads"] == 471_597_056
+    assert "sends 449.8 MiB a rank in forward by heads, 26.0 by states" in invoke(line)
