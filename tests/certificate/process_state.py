@@ -49,14 +49,12 @@ def _of_python():
         "handlers of signals": str([signal.getsignal(each) for each in signal.valid_signals()]),
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "recursion": sys.getrecursionlimit(),
-        "threads": sorted(set(_names_of_threads()) - {"cp_ring watchdog"}),  # of training too
+        "threads": sorted(
+            {each.name for each in threading.enumerate()} - {"cp_ring watchdog"}  # of training too
+        ),
         "log": (logging.root.level, str(logging.root.handlers), logging.root.manager.disable),
         "hooks": (id(sys.excepthook), id(sys.stdout), id(sys.stderr)),
     }
-
-
-def _names_of_threads():
-    return [thread.name for thread in threading.enumerate()]
 
 
 def _of_torch():

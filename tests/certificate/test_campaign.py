@@ -103,9 +103,8 @@ OF_TP = "--context-parallel-size 2 --tensor-model-parallel-size 2"
 BALANCED = "--moe-router-load-balancing-type global_aux_loss --context-parallel-size 2"
 JOBS = {
     "a script as users have it": (
-        Job("sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE, by_script=True),
-        "",
-    ),
+        Job("sample", 2, f"{OSS} --num-layers 2 --calculate-per-token-loss", SAMPLE,
+            by_script=True), ""),
     # cp_ring's own forward step finds them by positions
     "documents whose ends the data set names too": (
         Job("ends", 2, f"{UNTIED} --num-layers 1 --dataloader-inter-document-masking",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cp_ring.megatron.newest_checkpoint import TRACKER
 from tests.megatron import worker
-from tests.megatron.launch import TINY, fork, trace
+from tests.megatron.launch import RING, TINY, fork, trace
 
 RANKS, INTERVAL, STEPS = 2, 2, 6
 SAVE_S = 0.6  # a save takes about half of it
@@ -96,7 +96,7 @@ def _tracked(saves):
 
 def _train(folder, name, flags, kill=None, saves=None):
     """Exit code, loss of each step and end of the output of a job."""
-    argv = [*TINY, "--cp-ring", "--cp-ring-cpu", "--context-parallel-size", str(RANKS), *flags]
+    argv = [*TINY, *RING, *flags]
     argv += ["--train-iters", str(STEPS)]
     if saves is not None:
         argv += ["--save", str(saves), "--load", str(saves), "--save-interval", str(INTERVAL)]

@@ -8,11 +8,10 @@ import sys
 
 import pytest
 
-from tests.megatron.launch import HERE, TINY, environment
+from tests.megatron.launch import HERE, RING, TINY, environment
 from tests.rank_pool import LIMIT_S
 
 SCRIPT = str(HERE / "failing_script.py")
-RING = ["--cp-ring", "--cp-ring-cpu", "--context-parallel-size", "2"]
 STEPS = ["--train-iters", "3", "--log-interval", "1", "--calculate-per-token-loss"]
 WORKERS = ["--num-workers", "2"]
 LISTENS = ["--exit-signal-handler"]

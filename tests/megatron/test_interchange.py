@@ -7,11 +7,10 @@ import shlex
 import pytest
 import torch
 
-from tests.megatron.launch import trace, train
+from tests.megatron.launch import RING, trace, train
 from tests.megatron.layers import core_attention
 
 STOCK = ["--cp-ring-cpu"]
-RING = [*STOCK, "--cp-ring", "--context-parallel-size", "2"]
 SINKS = shlex.split("--softmax-type learnable --init-method-std 0.1 --train-iters 6")
 SAVE = ["--save-interval", "3"]
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import pickle
 import random
-import shlex
 import sys
 
 import pytest
@@ -14,9 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from cp_ring.megatron import newest_checkpoint
 from cp_ring.megatron.newest_checkpoint import TRACKER, find, newest_whole
 from tests.megatron import kills
-from tests.megatron.launch import attempt, trace, train
-
-RING = shlex.split("--cp-ring --cp-ring-cpu --context-parallel-size 2")
+from tests.megatron.launch import RING, attempt, trace, train
 
 
 def write_checkpoint(folder, size=100):

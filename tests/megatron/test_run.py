@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cp_ring.megatron import settings
-from tests.megatron.launch import HERE, TINY, environment, train
+from tests.megatron.launch import HERE, RING, TINY, environment, train
 from tests.rank_pool import python
 
 SCRIPT = str(HERE / "small_script.py")
@@ -31,9 +31,6 @@ print("homes:", sorted(homes))
 
 def losses(output):
     return [float(value) for value in re.findall(r"lm loss: (\S+) \|", output)]
-
-
-RING = ["--cp-ring-cpu", "--cp-ring", "--context-parallel-size", "2"]
 
 
 @pytest.mark.ci

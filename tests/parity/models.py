@@ -237,15 +237,18 @@ def _recurrent(name, flags, balanced=1e-6):
         own = f"{name}{way}"
         yield four_layers(own, flags, order, ring, splits=PLAIN, drawn_by_tp=True)
         yield four_layers(f"{own}_contiguous", flags, order, f"{ring} {CONTIGUOUS}", splits=two)
-        yield four_layers(f"{own}_balanced", f"{flags} --window-size 20,0", order, f"{ring} {BALANCED}",
+        yield four_layers(f"{own}_balanced", f"{flags} --window-size 20,0", order,
+            f"{ring} {BALANCED}",
             splits=two, tolerance=balanced)  # fmt: skip
-        yield four_layers(f"{own}_document_mask", masked, across, ring, REFERENCE, "documents", splits=three,
+        yield four_layers(f"{own}_document_mask", masked, across, ring, REFERENCE, "documents",
+            splits=three,
             drawn_by_tp=True)  # fmt: skip
         yield four_layers(f"{own}_document_mask_balanced", f"{masked} --micro-batch-size 2", late,
             f"{ring} {BALANCED}", REFERENCE, "documents", splits=PLAIN,
             drawn_by_tp=True)  # fmt: skip
         yield four_layers(f"{own}_packed_thd", masked, across, ring, REFERENCE, "thd", splits=two)
-        yield four_layers(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across, f"{ring} {BALANCED}",
+        yield four_layers(f"{own}_shared_prefix", f"{flags} {PREFIXES}", across,
+            f"{ring} {BALANCED}",
             REFERENCE, "shared_prefix", splits=two)  # fmt: skip
 
 
@@ -313,7 +316,8 @@ MODELS = (
         f"{UNTIED} --softmax-type learnable --window-size 11,0 --window-attn-skip-freq 2",
         "sink dropped"),
     Model("mla", LATENT, "scale of the head size", baseline=REFERENCE),
-    latents("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE, splits=PLAIN),
+    latents("mla_latent_wire", LATENT, "weight gradient twice", LATENT_WIRE, REFERENCE,
+        splits=PLAIN),
     latents("mla_latent_wire_with_recompute", f"{LATENT} {UP_PROJECTION_AGAIN}",
         "rotated part not returned", LATENT_WIRE, REFERENCE,
         splits=PLAIN),
@@ -382,7 +386,8 @@ MODELS = (
     Model("mtp", f"{UNTIED} --mtp-num-layers 2", "roll across documents"),
     Model("loss_chunk_mtp", f"{UNTIED} --mtp-num-layers 2", "labels of another chunk",
         ring="--cp-ring-loss-chunk 12", splits=PLAIN),
-    four_layers("loss_chunk_qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "labels of another chunk",
+    four_layers("loss_chunk_qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1",
+        "labels of another chunk",
         "--cp-ring-loss-chunk 12", REFERENCE, splits=("cp2", "tp2cp2"), drawn_by_tp=True),
     Model("mtp_document_mask", f"{DOCUMENTS} --mtp-num-layers 1", "roll across documents", baseline=REFERENCE,
         data="documents"),
@@ -398,7 +403,8 @@ MODELS = (
     Model("qk_clip", f"{UNTIED} --bf16 --qk-clip --qk-clip-threshold 0.05", "scale of the head size", tolerance=2**-8,
         baseline="--cp-ring --cp-ring-kernel cpu", splits=WITHOUT_TP),
     Model("fsdp2", UNTIED, "mask widened", ring="--use-torch-fsdp2", splits=WITHOUT_PP),
-    Model("megatron_fsdp", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params", splits=WITHOUT_PP,
+    Model("megatron_fsdp", UNTIED, "mask widened", ring=f"{MEGATRON_FSDP} optim_grads_params",
+        splits=WITHOUT_PP,
         tolerance=1e-6),
     Model("megatron_fsdp_bf16", f"{UNTIED} --bf16", "mask widened",
         ring=f"{MEGATRON_FSDP} optim_grads_params",
@@ -428,15 +434,19 @@ MODELS = (
     *_of_files(),
     *_one_ring(),
     Model("resumed", f"{UNTIED} {RESHARDABLE} --softmax-type learnable", "sink dropped", resumes="dp2cp2"),
-    four_layers("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout", STATES, resumes="cp2",
+    four_layers("mamba_resumed", f"{MAMBA} {RESHARDABLE}", "state in the order of another layout",
+        STATES, resumes="cp2",
         splits=("cp4", "dp2cp2")),
     *_recurrent("mamba", f"{MAMBA} {LARGE_EPSILON}"),
     *_alike("delta_product", PRODUCT, "gated_delta_product"),
     *_alike("kimi", KIMI, "gated_delta_net.kda"),
     # ranks exchange states of the delta nets and heads of the Mamba layers, and the other way round
-    four_layers("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask", "state across documents",
-        f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2", "pp2cp2"), drawn_by_tp=True),
-    four_layers("mamba_states_beside_delta_net", BOTH.replace("--mamba-num-groups 4", "--mamba-num-groups 1"),
+    four_layers("mamba_beside_delta_net_states", f"{BOTH} --cp-ring-document-mask",
+        "state across documents",
+        f"--cp-ring-recurrent G {BALANCED}", REFERENCE, "documents", splits=("cp4", "tp2cp2",
+        "pp2cp2"), drawn_by_tp=True),
+    four_layers("mamba_states_beside_delta_net", BOTH.replace("--mamba-num-groups 4",
+        "--mamba-num-groups 1"),
         "state in the order of another layout", splits=("cp2",)),
     four_layers("mamba_recomputed", f"{MAMBA} --cp-ring-document-mask {RECOMPUTE}",
         "state across documents", f"{STATES} {BALANCED}", REFERENCE,
@@ -444,15 +454,18 @@ MODELS = (
     # heads that do not divide: states without asking
     four_layers("mamba_few_heads", f"{MAMBA} --mamba-num-heads 3 --mamba-num-groups 1",
         "state in the order of another layout", splits=("cp2", "cp4")),
-    four_layers("delta_net_few_heads", DELTA_NET.replace("-heads 4", "-heads 1").replace("-heads 8", "-heads 2"),
+    four_layers("delta_net_few_heads", DELTA_NET.replace("-heads 4",
+        "-heads 1").replace("-heads 8", "-heads 2"),
         "state in the order of another layout", splits=("cp4",)),
     *_recurrent("delta_net", DELTA_NET, balanced=2e-6),
     *_recurrent("qwen3_next", QWEN, balanced=2e-6),
-    four_layers("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1", "state in the order of another layout",
+    four_layers("qwen3_next_mtp", f"{QWEN} --mtp-num-layers 1",
+        "state in the order of another layout",
         baseline=REFERENCE, splits=("cp2", "tp2cp2", "pp2cp2"), drawn_by_tp=True),
     # two keys whose scores are equal but for rounding may change places
     Model("sparse_hybrid", SPARSE_HYBRID, "positions of another split", splits=("cp2", "cp4"), layers=4, tolerance=1e-4),
-    Model("sparse_gathered", SPARSE, "positions of another split", ring="--cp-comm-type all_gather", splits=PLAIN, tolerance=1e-4, drawn_by_tp=True,
+    Model("sparse_gathered", SPARSE, "positions of another split",
+        ring="--cp-comm-type all_gather", splits=PLAIN, tolerance=1e-4, drawn_by_tp=True,
         rejected=GATHERED),
     Model("sparse_gathered_packed_thd", SPARSE, "packed documents in order", "--cp-comm-type all_gather",
         data="thd", splits=("cp2", "cp4"), tolerance=1e-4, drawn_by_tp=True, rejected=GATHERED),

@@ -2,7 +2,7 @@
 norms elsewhere.
 """
 
-import dataclasses
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -44,19 +44,15 @@ def sequence_parallel(config):
     )  # fmt: skip
     attention = spec.submodules.self_attention
     if latent:
-        norms = dataclasses.replace(attention.submodules, q_layernorm=Norm, kv_layernorm=Norm)
-        attention = dataclasses.replace(attention, submodules=norms)
+        norms = replace(attention.submodules, q_layernorm=Norm, kv_layernorm=Norm)
+        attention = replace(attention, submodules=norms)
     # of the layers that predict further tokens
     LocalSpecProvider.layer_norm = lambda *_, **__: Norm
     changes = {"input_layernorm": Norm, "pre_mlp_layernorm": Norm, "self_attention": attention}
-    layer = dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **changes))
+    layer = replace(spec, submodules=replace(spec.submodules, **changes))
     return TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=Norm)
 
 
-def _hybrid():
-    with patch.object(model_specs, "Norm", WrappedTorchNorm):
-        return model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)
-
-
 hybrid_block.TENorm = WrappedTorchNorm  # a HybridStack's last norm, whatever its specification says
-hybrid = _hybrid()
+with patch.object(model_specs, "Norm", WrappedTorchNorm):
+    hybrid = model_specs.get_mamba_stack_modelopt_spec(local_core_attention=True)

@@ -73,7 +73,8 @@ def interrupted(folder, settings):
     """
     shown = []
     with (folder / "told").open("w") as told, subprocess.Popen(
-        [sys.executable, *line(settings)], cwd=folder, stdout=subprocess.PIPE, stderr=told, text=True,
+        [sys.executable, *line(settings)], cwd=folder, stdout=subprocess.PIPE, stderr=told,
+        text=True,
         start_new_session=True,
     ) as job:  # fmt: skip
         reader = threading.Thread(target=lambda: shown.extend(job.stdout))

@@ -87,6 +87,10 @@ def same(job, expected):
     return True
 
 
+def completes(job):
+    assert job.end() == "COMPLETED", job.logs()
+
+
 def kill_a_rank(job, index, of=4):
     ranks = job.ranks()
     assert len(ranks) == of, ranks
@@ -104,7 +108,7 @@ def test_submitted_killed_finished(cluster):
     job = long(cluster, "killed")
     job.reach(45)
     kill_a_rank(job, os.getpid() % 2, of=2)
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert job.starts == [0, 40] and sorted(job.trace()) == list(range(1, 81)), job.logs()
     assert " try 0: requeued: failed; " in job.log and " try 1: finished: " in job.log
 
@@ -125,7 +129,7 @@ def test_warned_ranks_are_queued_again(cluster):
     job = Job(cluster, "warned", ranks=2, command=[sys.executable, "-c", rank, *flags])
     cluster.until(lambda: len([*saves.glob("[01]")]) == 2 or job.state in ENDED)
     job.warn()
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert " try 0: requeued: warned; " in job.log and "iteration 0, now 5" in job.log, job.logs()
     assert " try 1: finished: " in job.log and job.restarts == 1
 
@@ -138,7 +142,7 @@ def test_warned_while_its_ranks_train_and_while_they_load(cluster):
     cluster.until(lambda: [*job.run_dir.glob("logs/try-1/rank*")])
     saved = job.saved
     job.warn()
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert 45 <= saved == job.starts[1] < job.starts[2] and len(job.starts) == 3
     assert sorted(job.trace()) == list(range(1, 81)), job.logs()
     assert " try 0: requeued: warned; " in job.log and " try 1: requeued: warned; " in job.log
@@ -150,7 +154,7 @@ def test_ended_early_then_finished(cluster):
     """By --exit-interval, of which a YAML file and a wrapper around the ranks can both know."""
     settings = {"megatron__exit_interval": 4, "cp_ring__certify": False}
     job = Job(cluster, "early", **settings, **CP2)
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert job.starts == [0, 4] and sorted(job.trace()) == [1, 2, 3, 4, 5, 6], job.logs()
     assert " try 0: requeued: ended early; " in job.log and "after step 4 of 6" in job.log
     assert " try 1: finished: " in job.log and "after step 6 of 6" in job.log
@@ -174,7 +178,7 @@ def test_commands_that_cannot_go_on_and_code_2_after_a_step(cluster):
         "exit $((SLURM_RESTART_COUNT ? 0 : 2))"
     )
     job = Job(cluster, "code-2", ranks=2, command=["bash", "-c", step, *flags])
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert (
         " try 0: requeued: failed; the ranks ended with exit code 2 after step 5 of 10" in job.log
     )
@@ -217,7 +221,7 @@ def test_lost_node(watchful, undisturbed):
         tries = job.restarts
         watchful.until(lambda tries=tries: job.restarts > tries)
         watchful.start_node(node)
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert job.starts[1] >= 2 and same(job, expected)
 
 
@@ -231,7 +235,7 @@ def test_preempted_then_requeued(cluster, undisturbed):
     assert urgent.returncode == 0, urgent.stderr
     cluster.until(lambda: job.restarts == 1)
     assert job.saved >= 2, job.logs()
-    assert job.end() == "COMPLETED", job.logs()
+    completes(job)
     assert job.starts[1] >= 2 and same(job, undisturbed(60))
 
 
